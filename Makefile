@@ -1,0 +1,60 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+
+DIALECT ?= nixl
+SANITIZERS ?= address undefined thread
+PYTEST_OPTIONS ?=
+
+# Prints the Python to use, after it has installed what is missing.
+SYSTEM_PYTHON = ./scripts/system-packages.sh
+BIN = .venv/bin
+PYTHON_SOURCES = efa_kv connectors examples tests scripts
+C_SOURCES = $(shell find native -name '*.[ch]' -not -path 'native/third_party/*')
+
+.PHONY: help demo test test-fast test-native test-e2e lint format tidy setup setup-e2e clean distclean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 24
+
+demo: setup-e2e ## a prefill and a decode server move KV over the fabric; DIALECT=nixl|mooncake
+	@PYTHONPATH=examples $(BIN)/python -m vllm_demo --dialect $(DIALECT)
+
+test: setup-e2e lint test-native ## every test
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+test-fast: setup lint test-native ## every test that needs no model server
+	$(BIN)/python -m pytest --ignore=tests/e2e -m "not slow" $(PYTEST_OPTIONS)
+
+test-e2e: setup-e2e ## only the tests with model servers
+	$(BIN)/python -m pytest tests/e2e $(PYTEST_OPTIONS)
+
+test-native: setup ## the C tests, once per sanitizer
+	@scripts/test-native.sh $(SANITIZERS)
+
+lint: setup ## style and types, Python and C
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check --quiet $(PYTHON_SOURCES)
+	$(BIN)/mypy
+	@$(BIN)/python scripts/readme_settings.py --check
+	@$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
+
+format: setup ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix --quiet $(PYTHON_SOURCES)
+	$(BIN)/ruff format $(PYTHON_SOURCES)
+	$(BIN)/clang-format -i $(C_SOURCES)
+	$(BIN)/python scripts/readme_settings.py
+
+tidy: test-native ## clang-tidy over the C core
+	$(BIN)/clang-tidy --quiet -p build/native/undefined $(wildcard native/src/*.c)
+
+setup: ## the development environment, .venv
+	@python=$$($(SYSTEM_PYTHON)) && $$python scripts/environments.py dev
+
+setup-e2e: ## the environments for the demo and the tests with model servers
+	@python=$$($(SYSTEM_PYTHON)) && $$python scripts/environments.py dev vllm router
+
+clean: ## remove what was built, keep the environments
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+distclean: clean ## remove the environments too
+	rm -rf .venv .venv-vllm .venv-router

@@ -1,0 +1,23 @@
+#!/bin/sh
+# Builds the C tests once per sanitizer named and runs them. Each has its own build
+# folder, so a second run compiles only what changed.
+set -eu
+cd "$(dirname "$0")/.."
+
+jobs=$(nproc 2>/dev/null || echo 2)
+log=build/native/build.log
+mkdir -p build/native
+
+for sanitizer in "$@"; do
+    folder="build/native/$sanitizer"
+    echo "efa-kv: C tests under the $sanitizer sanitizer"
+    if ! {
+        cmake -S native -B "$folder" -DCMAKE_BUILD_TYPE=Debug -DEFA_KV_PYTHON=OFF \
+            -DEFA_KV_SANITIZER="$sanitizer" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON &&
+            cmake --build "$folder" --parallel "$jobs"
+    } >"$log" 2>&1; then
+        cat "$log" >&2
+        exit 1
+    fi
+    ctest --test-dir "$folder" --output-on-failure --no-tests=error --timeout 120
+done
