@@ -1,0 +1,317 @@
+/* control.c - exported calls about regions, and the commands they run in the progress
+ * threads. */
+#include <assert.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "clock.h"
+#include "engine.h"
+#include "error.h"
+#include "identifier.h"
+
+static void control_nap(void)
+{
+    const struct timespec nap = {.tv_nsec = (long)(100 * NS_PER_US)};
+
+    nanosleep(&nap, NULL);
+}
+
+/* Runs a command in every group, at the same time where there are several. */
+static int control_call_all(struct ekv_engine *engine, const struct command *pattern,
+                            ekv_error *error)
+{
+    int code = EKV_OK;
+
+    for (uint32_t i = 0; i < engine->group_count; i++) {
+        struct command command = *pattern;
+        int answer = group_call(&engine->groups[i], &command);
+
+        if (answer < 0 && code == EKV_OK) {
+            code = answer;
+            if (error)
+                struct_export(error, &command.error, sizeof command.error);
+        }
+    }
+    return code;
+}
+
+static int register_on(struct group *group, struct command *command, uint32_t i)
+{
+    struct ekv_engine *engine = group->engine;
+    struct rail *rail = &engine->rails[group->rail_first + i];
+
+    if (!rail->endpoint)
+        return error_set(&command->error, EKV_ECLOSED, 0, "fi_mr_reg", "the engine is closing");
+    return region_register(command->region, rail, &engine->memory, engine->region_chunk_bytes,
+                           &command->error);
+}
+
+static void command_register(struct group *group, struct command *command)
+{
+    command->code = EKV_OK;
+    for (uint32_t i = 0; i < group->rail_count && command->code == EKV_OK; i++)
+        command->code = register_on(group, command, i);
+}
+
+static void command_deregister(struct group *group, struct command *command)
+{
+    command->code = EKV_OK;
+    for (uint32_t i = 0; i < group->rail_count; i++)
+        region_rail_close(&command->region->rails[group->rail_first + i]);
+}
+
+/* New keys first, so that a refusal leaves the old ones as they were. */
+static void command_rotate(struct group *group, struct command *command)
+{
+    struct region *region = command->region;
+
+    command->code = EKV_OK;
+    for (uint32_t i = 0; i < group->rail_count && command->code == EKV_OK; i++) {
+        struct region_rail old = region->rails[group->rail_first + i];
+
+        command->code = register_on(group, command, i);
+        if (command->code == EKV_OK)
+            region_rail_close(&old);
+    }
+}
+
+static int memory_check(const ekv_memory *memory, ekv_error *error)
+{
+    uint64_t end;
+
+    if (memory->kind == EKV_MEMORY_CUDA)
+        return error_set(error, EKV_ENOTSUP, 0, "ekv_region_add",
+                         "GPU memory is not supported by this build yet; register host memory");
+    if (memory->kind != EKV_MEMORY_HOST)
+        return error_set(error, EKV_EINVAL, 0, "ekv_region_add", "memory kind %u is unknown",
+                         memory->kind);
+    if (memory->length_bytes == 0 || memory->address == 0 ||
+        __builtin_add_overflow(memory->address, memory->length_bytes, &end))
+        return error_set(error, EKV_EINVAL, 0, "ekv_region_add",
+                         "%llu bytes at 0x%llx is not a range of memory",
+                         (unsigned long long)memory->length_bytes,
+                         (unsigned long long)memory->address);
+    return EKV_OK;
+}
+
+static int region_add(struct ekv_engine *engine, const ekv_memory *memory, ekv_region_id *id,
+                      ekv_error *error)
+{
+    struct command command = {.run = command_register};
+    struct region *region = memory_take(&engine->memory, memory);
+    int code;
+
+    if (!region)
+        return error_set(error, EKV_EBUSY, 0, "ekv_region_add",
+                         "all %u regions are in use (max_regions), or out of memory",
+                         engine->memory.capacity);
+    command.region = region;
+    code = control_call_all(engine, &command, error);
+    *id = identifier_make(IDENTIFIER_REGION, engine->tag, region->generation,
+                          memory_index(&engine->memory, region));
+    if (code == EKV_OK && !memory_publish(&engine->memory, region))
+        code = error_set(error, EKV_ENOMEM, 0, "ekv_region_add", "out of memory");
+    if (code != EKV_OK) {
+        command.run = command_deregister;
+        control_call_all(engine, &command, NULL);
+        memory_give(&engine->memory, region);
+        *id = 0;
+    }
+    return code;
+}
+
+int ekv_region_add(struct ekv_engine *engine, const ekv_memory *given, ekv_region_id *region,
+                   ekv_error *error)
+{
+    ekv_memory memory;
+    int code = engine_enter(engine, error);
+
+    if (code != EKV_OK)
+        return code;
+    if (!region || struct_import(&memory, sizeof memory, given) != EKV_OK)
+        code = error_set(error, EKV_EINVAL, 0, "ekv_region_add", "an argument is missing");
+    if (code == EKV_OK)
+        code = memory_check(&memory, error);
+    if (code == EKV_OK)
+        code = region_add(engine, &memory, region, error);
+    engine_leave(engine);
+    return code;
+}
+
+/* With the memory lock held for reading. */
+static size_t region_export_keys(const struct ekv_engine *engine, const struct region *region,
+                                 ekv_region_key *keys, size_t capacity)
+{
+    size_t stride = capacity ? struct_stride(keys) : 0;
+    size_t found = 0;
+
+    for (uint32_t rail = 0; rail < engine->rail_count; rail++) {
+        const struct region_rail *side = &region->rails[rail];
+
+        for (uint32_t i = 0; i < side->count; i++, found++) {
+            uint64_t offset = (uint64_t)i * side->chunk_bytes;
+            uint64_t length = region->end - region->begin - offset;
+            ekv_region_key key = {.rail = rail, .key = side->chunks[i].key};
+            void *to = (char *)keys + found * stride;
+
+            if (found >= capacity)
+                continue;
+            key.offset_bytes = offset;
+            key.length_bytes = length < side->chunk_bytes ? length : side->chunk_bytes;
+            key.base = engine->rails[rail].nic.flags & EKV_NIC_VIRTUAL_ADDRESS
+                           ? region->begin + offset
+                           : 0;
+            memcpy(to, &(uint32_t){(uint32_t)stride}, sizeof(uint32_t));
+            struct_export(to, &key, sizeof key);
+        }
+    }
+    return found;
+}
+
+int ekv_region_keys(struct ekv_engine *engine, ekv_region_id id, ekv_region_key *keys,
+                    size_t capacity, size_t *count)
+{
+    struct region *region;
+    int code = engine_enter(engine, NULL);
+
+    if (code != EKV_OK)
+        return code;
+    if (!count || (capacity && !keys)) {
+        engine_leave(engine);
+        return EKV_EINVAL;
+    }
+    pthread_rwlock_rdlock(&engine->memory.lock);
+    region = memory_find(&engine->memory, engine->tag, id);
+    if (region)
+        *count = region_export_keys(engine, region, keys, capacity);
+    else
+        code = EKV_ESTALE;
+    pthread_rwlock_unlock(&engine->memory.lock);
+    engine_leave(engine);
+    return code;
+}
+
+static int region_stale(ekv_region_id id, const char *where, ekv_error *error)
+{
+    return error_set(error, EKV_ESTALE, 0, where, "region 0x%llx is not (or no longer) registered",
+                     (unsigned long long)id);
+}
+
+/* Takes the region away from everybody else once nothing uses it. */
+static int region_claim(struct ekv_engine *engine, ekv_region_id id, uint64_t until_ns,
+                        struct region **claimed)
+{
+    for (;;) {
+        struct region *region;
+        int code = EKV_EBUSY;
+
+        pthread_rwlock_wrlock(&engine->memory.lock);
+        region = memory_find(&engine->memory, engine->tag, id);
+        if (!region) {
+            code = EKV_ESTALE;
+        } else if (atomic_load(&region->jobs) == 0 && atomic_load(&region->operations) == 0 &&
+                   !atomic_load(&region->paused)) {
+            region->state = REGION_HIDDEN;
+            *claimed = region;
+            code = EKV_OK;
+        }
+        pthread_rwlock_unlock(&engine->memory.lock);
+        if (code != EKV_EBUSY || clock_now_ns() >= until_ns || atomic_load(&engine->closing))
+            return code;
+        control_nap();
+    }
+}
+
+static int region_remove(struct ekv_engine *engine, ekv_region_id id, double timeout_s,
+                         ekv_error *error)
+{
+    struct command command = {.run = command_deregister};
+    uint64_t until_ns = clock_after_ns(timeout_s);
+    struct region *region;
+    int code;
+
+    pthread_rwlock_wrlock(&engine->memory.lock);
+    region = memory_find(&engine->memory, engine->tag, id);
+    if (region)
+        memory_retire(&engine->memory, region);
+    pthread_rwlock_unlock(&engine->memory.lock);
+    code = region ? region_claim(engine, id, until_ns, &region) : EKV_ESTALE;
+    if (code == EKV_ESTALE)
+        return region_stale(id, "ekv_region_remove", error);
+    if (code != EKV_OK)
+        return error_set(error, code, 0, "ekv_region_remove",
+                         "jobs are still using region 0x%llx; it takes no new ones, call again",
+                         (unsigned long long)id);
+    command.region = region;
+    control_call_all(engine, &command, NULL);
+    memory_give(&engine->memory, region);
+    return EKV_OK;
+}
+
+int ekv_region_remove(struct ekv_engine *engine, ekv_region_id region, double timeout_s,
+                      ekv_error *error)
+{
+    int code = engine_enter(engine, error);
+
+    if (code != EKV_OK)
+        return code;
+    code = region_remove(engine, region, timeout_s, error);
+    engine_leave(engine);
+    return code;
+}
+
+static void control_wake_all(struct ekv_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->group_count; i++)
+        group_wake(&engine->groups[i]);
+}
+
+static int region_rotate(struct ekv_engine *engine, ekv_region_id id, double timeout_s,
+                         ekv_error *error)
+{
+    struct command command = {.run = command_rotate};
+    uint64_t until_ns = clock_after_ns(timeout_s);
+    struct region *region;
+    bool was_paused = false;
+    int code = EKV_OK;
+
+    pthread_rwlock_rdlock(&engine->memory.lock);
+    region = memory_find(&engine->memory, engine->tag, id);
+    if (region && region->state == REGION_READY)
+        was_paused = atomic_exchange(&region->paused, true);
+    else
+        region = NULL;
+    pthread_rwlock_unlock(&engine->memory.lock);
+    if (!region)
+        return region_stale(id, "ekv_region_rotate", error);
+    if (was_paused)
+        return error_set(error, EKV_EBUSY, 0, "ekv_region_rotate",
+                         "the region's keys are already being replaced");
+    while (atomic_load(&region->operations) > 0 && clock_now_ns() < until_ns &&
+           !atomic_load(&engine->closing))
+        control_nap();
+    if (atomic_load(&region->operations) > 0) {
+        code = error_set(error, EKV_EBUSY, 0, "ekv_region_rotate",
+                         "operations of this engine are still in flight on region 0x%llx",
+                         (unsigned long long)id);
+    } else {
+        command.region = region;
+        code = control_call_all(engine, &command, error);
+    }
+    atomic_store(&region->paused, false);
+    control_wake_all(engine);
+    return code;
+}
+
+int ekv_region_rotate(struct ekv_engine *engine, ekv_region_id region, double timeout_s,
+                      ekv_error *error)
+{
+    int code = engine_enter(engine, error);
+
+    if (code != EKV_OK)
+        return code;
+    code = region_rotate(engine, region, timeout_s, error);
+    engine_leave(engine);
+    return code;
+}

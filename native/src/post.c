@@ -1,0 +1,495 @@
+/* post.c - turning jobs into operations; see engine.h.
+ *
+ * Jobs take turns of a few stripes, so that no job and no peer holds up the others.
+ * A stripe goes to the rail with the least bytes outstanding, is cut at the
+ * registration seams of both sides, and is posted with the local descriptor and the
+ * remote address form that the provider asked for. */
+#include <assert.h>
+#include <rdma/fi_errno.h>
+#include <string.h>
+
+#include "clock.h"
+#include "engine.h"
+#include "stripe.h"
+
+#define POST_TURN_STRIPES 16u
+#define POST_ROUND_STRIPES 256u
+#define POST_NEAR_TURN_BYTES (UINT64_C(256) << 10)
+/* A peer that has not settled anything for this long gets no more than a few. */
+#define POST_SILENT_NS (500 * NS_PER_MS)
+#define POST_SILENT_LIMIT 4u
+/* A provider that takes nothing at all for a peer for this long cannot reach it. */
+#define POST_UNREACHABLE_NS (3 * NS_PER_SECOND)
+
+/* One stripe on its way to the provider. */
+struct aim {
+    struct rail *rail;
+    uint32_t nic;
+    fi_addr_t address;
+    struct region *region;
+    void *descriptor;
+    uint64_t remote_address;
+    uint64_t key;
+    struct piece piece;
+};
+
+enum turn {
+    TURN_POSTED,
+    TURN_AGAIN,   /* this rail is full for this peer in this round; another may not be */
+    TURN_BLOCKED, /* nothing can be posted in this round */
+    TURN_OVER     /* nothing is left to post at this stage */
+};
+
+bool group_path(struct group *group, struct peer *peer, struct rail *rail, uint32_t nic,
+                fi_addr_t *address)
+{
+    struct path *path = &peer->rails[rail->index].paths[nic];
+
+    (void)group;
+    if (!rail->endpoint)
+        return false;
+    if (!path->inserted) {
+        if (!rail_address_take(rail, peer->nics[nic].address, peer->nics[nic].address_length,
+                               &path->address)) {
+            path_fail(path, clock_now_ns());
+            return false;
+        }
+        path->inserted = true;
+    }
+    *address = path->address;
+    return true;
+}
+
+void operation_begin(struct rail *rail, struct operation *operation)
+{
+    struct peer_rail *side = &operation->peer->rails[rail->index];
+    uint64_t peak;
+
+    if (side->in_flight++ == 0)
+        side->settled_ns = clock_now_ns();
+    rail->in_flight++;
+    rail->outstanding_bytes += operation->piece.length;
+    rail->carried_bytes += operation->piece.length;
+    counter_add(&rail->counters.operations_posted, 1);
+    peak = atomic_load_explicit(&rail->counters.in_flight_peak, memory_order_relaxed);
+    if (rail->in_flight > peak)
+        atomic_store_explicit(&rail->counters.in_flight_peak, rail->in_flight,
+                              memory_order_relaxed);
+}
+
+static bool rail_has_credit(struct group *group, const struct peer *peer,
+                            const struct rail *rail, uint64_t now_ns)
+{
+    const struct peer_rail *side = &peer->rails[rail->index];
+    uint32_t peers = atomic_load_explicit(&group->engine->peers.count, memory_order_relaxed);
+
+    if (!rail->endpoint || rail->in_flight >= rail->depth)
+        return false;
+    if (side->again_round == group->round)
+        return false;
+    if (side->in_flight >= stripe_peer_limit(rail->depth, rail->in_flight, side->in_flight, peers))
+        return false;
+    return peers <= 1 || side->in_flight < POST_SILENT_LIMIT ||
+           now_ns - side->settled_ns < POST_SILENT_NS;
+}
+
+/* The rail and NIC for the next stripe; false: none has a path and credit.  *hopeless
+ * is set when no rail of the group has any path to this peer. */
+static bool aim_choose(struct group *group, const struct peer *peer, uint64_t now_ns,
+                       struct aim *aim, bool *hopeless)
+{
+    struct stripe_rail choices[RAILS_MAX];
+    int nics[RAILS_MAX];
+
+    *hopeless = true;
+    for (int desperate = 0; desperate < 2; desperate++) {
+        bool any_path = false;
+        int chosen;
+
+        for (uint32_t i = 0; i < group->rail_count; i++) {
+            const struct rail *rail = &group->engine->rails[group->rail_first + i];
+
+            nics[i] = rail->endpoint ? peer_choose_nic(peer, rail->index, now_ns, desperate) : -1;
+            any_path |= nics[i] >= 0;
+            choices[i].usable = nics[i] >= 0 && rail_has_credit(group, peer, rail, now_ns);
+            choices[i].outstanding_bytes = rail->outstanding_bytes;
+            choices[i].carried_bytes = rail->carried_bytes;
+        }
+        if (!any_path)
+            continue; /* every path failed lately: probe the one that rested longest */
+        *hopeless = false;
+        chosen = stripe_choose(choices, group->rail_count);
+        if (chosen < 0)
+            return false;
+        aim->rail = &group->engine->rails[group->rail_first + (uint32_t)chosen];
+        aim->nic = (uint32_t)nics[chosen];
+        return true;
+    }
+    return false;
+}
+
+/* The job's region that holds address; usually the one of the stripe before. */
+static struct region *job_region_at(struct memory *memory, struct job *job, uint64_t address)
+{
+    for (uint32_t i = 0; i < job->region_count; i++) {
+        uint32_t at = (job->region_last + i) % job->region_count;
+        struct region *region = &memory->regions[job->regions[at]];
+
+        if (address >= region->begin && address < region->end) {
+            job->region_last = at;
+            return region;
+        }
+    }
+    return NULL;
+}
+
+/* Finds the registrations behind the piece and cuts it where either ends. */
+static int aim_cut(struct group *group, struct job *job, struct aim *aim)
+{
+    struct memory *memory = &group->engine->memory;
+    const struct remote_region *remote = NULL;
+    const struct remote_key *key = NULL;
+    const struct region_chunk *chunk;
+    uint64_t local_left = 0, remote_left = 0;
+    uint64_t longest = aim->rail->info->ep_attr->max_msg_size;
+
+    aim->region = job_region_at(memory, job, aim->piece.local);
+    if (!aim->region)
+        return EKV_EREGION;
+    chunk = region_chunk_at(aim->region, aim->rail->index, aim->piece.local, &local_left);
+    if (!chunk)
+        return EKV_EREGION;
+    pthread_rwlock_rdlock(&job->peer->lock);
+    remote = peer_region_at(job->peer, aim->piece.remote, aim->piece.length);
+    if (remote)
+        key = remote_key_at(remote, aim->nic, aim->piece.remote, &remote_left);
+    if (key) {
+        aim->key = key->key;
+        aim->remote_address =
+            key->base + (aim->piece.remote - remote->begin - key->offset_bytes);
+    }
+    pthread_rwlock_unlock(&job->peer->lock);
+    if (!key)
+        return EKV_EREMOTEREGION;
+    aim->descriptor = chunk->descriptor;
+    aim->piece.length = stripe_cut(aim->piece.length, local_left, remote_left);
+    if (longest && aim->piece.length > longest)
+        aim->piece.length = longest;
+    return EKV_OK;
+}
+
+/* Back-pressure is normal while operations are in flight.  With none in flight it means
+ * that no connection comes about: some providers say nothing else about a dead peer. */
+static enum turn operation_refused(struct group *group, struct job *job,
+                                   struct peer_rail *side, struct path *path)
+{
+    uint64_t now_ns = clock_now_ns();
+
+    if (side->in_flight > 0) {
+        side->again_ns = 0;
+        return TURN_AGAIN;
+    }
+    if (side->again_ns == 0)
+        side->again_ns = now_ns;
+    if (now_ns - side->again_ns < POST_UNREACHABLE_NS)
+        return TURN_AGAIN;
+    path_fail(path, now_ns);
+    if (job_has_detour(group, job, now_ns))
+        return TURN_AGAIN;
+    job_fail(job, EKV_EPEER, 0, "the provider accepts nothing for the peer: no connection");
+    return TURN_OVER;
+}
+
+/* What came of handing an operation to the provider. */
+static enum turn operation_posted(struct group *group, struct job *job, const struct aim *aim,
+                                  struct operation *operation, ssize_t answer)
+{
+    struct rail *rail = aim->rail;
+    struct peer_rail *side = &job->peer->rails[rail->index];
+    int code;
+
+    if (answer == 0) {
+        operation_begin(rail, operation);
+        side->again_ns = 0;
+        job->unsettled++;
+        if (!job->first_posted) {
+            job->first_posted = true;
+            trace_job(group->engine, EKV_TRACE_FIRST_POST, job, rail->index);
+        }
+        return TURN_POSTED;
+    }
+    inflight_give(&rail->inflight, operation, 0);
+    if (answer == -FI_EAGAIN) {
+        counter_add(&rail->counters.again, 1);
+        side->again_round = group->round;
+        return operation_refused(group, job, side, &side->paths[aim->nic]);
+    }
+    path_fail(&side->paths[aim->nic], clock_now_ns());
+    counter_add(&rail->counters.operations_failed, 1);
+    code = rail_classify(rail, (int)-answer, 0);
+    if (code != EKV_EACCESS && job_has_detour(group, job, clock_now_ns()))
+        return TURN_AGAIN;
+    job_fail(job, code, (int)-answer, rail_strerror(rail, (int)answer));
+    return TURN_OVER;
+}
+
+static struct operation *aim_operation(struct job *job, const struct aim *aim,
+                                       enum operation_kind kind, uint64_t now_ns)
+{
+    struct operation *operation = inflight_take(&aim->rail->inflight, now_ns);
+
+    if (!operation)
+        return NULL;
+    operation->kind = kind;
+    operation->job = job;
+    operation->peer = job->peer;
+    operation->nic = aim->nic;
+    return operation;
+}
+
+/* With job->lock held. */
+static enum turn job_post_stripe(struct group *group, struct job *job, uint64_t now_ns)
+{
+    struct retry *retry = job->retry_count ? &job->retries[job->retry_count - 1] : NULL;
+    struct operation *operation;
+    struct aim aim;
+    enum turn turn;
+    bool hopeless;
+    int code;
+
+    if (retry) {
+        aim.piece = retry->piece;
+    } else if (!plan_peek(&job->plan, &aim.piece)) {
+        job->plan_over = true;
+        return TURN_OVER;
+    }
+    if (!aim_choose(group, job->peer, now_ns, &aim, &hopeless)) {
+        if (hopeless)
+            job_fail(job, EKV_EPEER, 0, "no path to the peer is left");
+        return hopeless ? TURN_OVER : TURN_BLOCKED;
+    }
+    code = aim_cut(group, job, &aim);
+    if (code != EKV_OK) {
+        job_fail(job, code, 0,
+                 code == EKV_EREGION ? "a local region went away"
+                                     : "the peer's region went away or has no key for this NIC");
+        return TURN_OVER;
+    }
+    if (!group_path(group, job->peer, aim.rail, aim.nic, &aim.address))
+        return TURN_BLOCKED;
+    operation = aim_operation(job, &aim, OPERATION_DATA, now_ns);
+    if (!operation)
+        return TURN_BLOCKED;
+    if (!region_enter(aim.region)) {
+        inflight_give(&aim.rail->inflight, operation, 0);
+        return TURN_BLOCKED;
+    }
+    operation->is_read = job->operation == EKV_READ;
+    operation->region = aim.region;
+    operation->piece = aim.piece;
+    operation->attempts = retry ? retry->attempts : 0;
+    turn = operation_posted(group, job, &aim, operation,
+                            rail_post_data(aim.rail, operation, aim.descriptor, aim.address,
+                                           aim.remote_address, aim.key));
+    if (turn != TURN_POSTED) {
+        region_leave(aim.region);
+        return turn;
+    }
+    atomic_store_explicit(&job->descriptors, atomic_load(&job->descriptors) + 1,
+                          memory_order_relaxed);
+    if (!retry) {
+        plan_consume(&job->plan, aim.piece.length);
+    } else if ((retry->piece.length -= aim.piece.length) == 0) {
+        job->retry_count--;
+    } else {
+        retry->piece.local += aim.piece.length;
+        retry->piece.remote += aim.piece.length;
+    }
+    return TURN_POSTED;
+}
+
+/* With job->lock held. */
+static enum turn job_post_flush(struct group *group, struct job *job, uint64_t now_ns)
+{
+    for (uint32_t i = 0; i < job->flush_count; i++) {
+        struct flush *flush = &job->flushes[i];
+        struct aim aim = {.nic = flush->nic, .piece = {.remote = flush->remote, .length = 1}};
+        struct operation *operation;
+        const struct remote_region *remote;
+        const struct remote_key *key = NULL;
+        uint64_t left;
+        enum turn turn;
+
+        if (flush->posted || flush->rail < group->rail_first ||
+            flush->rail >= group->rail_first + group->rail_count)
+            continue;
+        aim.rail = &group->engine->rails[flush->rail];
+        if (!aim.rail->endpoint || aim.rail->in_flight >= aim.rail->depth ||
+            !group_path(group, job->peer, aim.rail, aim.nic, &aim.address))
+            return TURN_BLOCKED;
+        pthread_rwlock_rdlock(&job->peer->lock);
+        remote = peer_region_at(job->peer, flush->remote, 1);
+        if (remote)
+            key = remote_key_at(remote, aim.nic, flush->remote, &left);
+        if (key) {
+            aim.key = key->key;
+            aim.remote_address = key->base + (flush->remote - remote->begin - key->offset_bytes);
+        }
+        pthread_rwlock_unlock(&job->peer->lock);
+        operation = key ? aim_operation(job, &aim, OPERATION_FLUSH, now_ns) : NULL;
+        if (!key)
+            job_fail(job, EKV_EREMOTEREGION, 0, "the peer's region went away");
+        if (!operation)
+            return key ? TURN_BLOCKED : TURN_OVER;
+        turn = operation_posted(group, job, &aim, operation,
+                                rail_post_flush(aim.rail, operation, aim.address,
+                                                aim.remote_address, aim.key));
+        flush->posted = turn == TURN_POSTED;
+        return turn == TURN_AGAIN ? TURN_BLOCKED : turn; /* no other rail will do */
+    }
+    return TURN_OVER;
+}
+
+/* With job->lock held. */
+static enum turn job_post_notice(struct group *group, struct job *job, uint64_t now_ns)
+{
+    ekv_notice notice = job->notice;
+    struct operation *operation;
+    struct aim aim = {0};
+    enum turn turn;
+    bool hopeless;
+
+    if (job->unsettled > 0 || job->notice_over)
+        return TURN_OVER; /* it is under way, or given up */
+    notice.bytes = atomic_load(&job->bytes);
+    notice.sender = group->engine->incarnation;
+    if (job->near) {
+        job->notice_status = near_notify(group->engine, job, &notice);
+        job->notice_over = true;
+        return TURN_OVER;
+    }
+    if (!aim_choose(group, job->peer, now_ns, &aim, &hopeless)) {
+        if (hopeless)
+            job->notice_status = EKV_EPEER;
+        job->notice_over = hopeless;
+        return hopeless ? TURN_OVER : TURN_BLOCKED;
+    }
+    if (!group_path(group, job->peer, aim.rail, aim.nic, &aim.address))
+        return TURN_BLOCKED;
+    operation = aim_operation(job, &aim, OPERATION_NOTICE, now_ns);
+    if (!operation)
+        return TURN_BLOCKED;
+    notice_encode(operation->message, NOTICE_KIND_JOB, &notice);
+    turn = operation_posted(group, job, &aim, operation,
+                            rail_post_message(aim.rail, operation, aim.address));
+    if (turn == TURN_OVER) { /* the data has landed all the same */
+        job->notice_status = job->status;
+        job->notice_over = true;
+        job->status = EKV_OK;
+    }
+    return turn;
+}
+
+/* Memory copies by this thread, a few megabytes at a time. With job->lock held. */
+static enum turn job_copy_near(struct group *group, struct job *job)
+{
+    struct rail *rail = &group->engine->rails[group->rail_first];
+    struct piece piece;
+    uint64_t copied = 0;
+
+    while (copied < POST_NEAR_TURN_BYTES) {
+        int code;
+
+        if (!plan_peek(&job->plan, &piece)) {
+            job->plan_over = true;
+            return TURN_OVER;
+        }
+        code = near_copy(group->engine, job, &piece);
+        if (code != EKV_OK) {
+            job_fail(job, code, 0, "the engine of this process refused the copy");
+            return TURN_OVER;
+        }
+        plan_consume(&job->plan, piece.length);
+        copied += piece.length;
+        atomic_fetch_add(&job->bytes, piece.length);
+        atomic_fetch_add(&job->descriptors, 1);
+        counter_add(&rail->counters.operations_near, 1);
+        counter_add(&rail->counters.bytes_near, piece.length);
+    }
+    return TURN_POSTED;
+}
+
+static enum turn job_post_one(struct group *group, struct job *job, uint64_t now_ns)
+{
+    if (job->status != EKV_OK || job->stage == JOB_SETTLED)
+        return TURN_OVER;
+    if (now_ns >= job->deadline_ns) {
+        if (job->stage != JOB_NOTIFYING)
+            job_fail(job, EKV_EDEADLINE, 0, "the deadline passed");
+        return job->stage != JOB_NOTIFYING ? TURN_OVER : TURN_BLOCKED;
+    }
+    switch (job->stage) {
+    case JOB_MOVING:
+        return job->near ? job_copy_near(group, job) : job_post_stripe(group, job, now_ns);
+    case JOB_FLUSHING:
+        return job_post_flush(group, job, now_ns);
+    default:
+        return job_post_notice(group, job, now_ns);
+    }
+}
+
+/* One job's turn. True: the job stays in the list. */
+static bool group_take_turn(struct group *group, struct job *job, uint64_t now_ns,
+                            uint32_t *posted)
+{
+    enum turn turn = TURN_POSTED;
+    enum job_stage stage;
+    bool over = false;
+    bool stays = true;
+
+    pthread_mutex_lock(&job->lock);
+    for (uint32_t i = 0; i < POST_TURN_STRIPES && turn <= TURN_AGAIN; i++) {
+        turn = job_post_one(group, job, now_ns);
+        *posted += turn == TURN_POSTED;
+    }
+    stage = job->stage;
+    if (turn == TURN_OVER) {
+        over = job_advance(group, job);
+        stays = !over && job->stage != stage; /* the next stage has something to post */
+        if (!stays)
+            atomic_fetch_and(&job->active_groups, ~(1u << group->index));
+    }
+    pthread_mutex_unlock(&job->lock);
+    if (over)
+        job_conclude(group, job);
+    return stays;
+}
+
+bool group_post(struct group *group, uint64_t now_ns)
+{
+    uint32_t posted_total = 0;
+    uint32_t posted = 1;
+
+    while (posted > 0 && posted_total < POST_ROUND_STRIPES && group->active_count > 0) {
+        uint32_t turns = group->active_count;
+
+        posted = 0;
+        while (turns-- > 0 && group->active_count > 0) {
+            struct job *job;
+            uint32_t at = group->active_next % group->active_count;
+
+            job = group->active[at];
+            if (group_take_turn(group, job, now_ns, &posted)) {
+                group->active_next = at + 1;
+                continue;
+            }
+            /* The last job takes the place; it is next. */
+            group->active[at] = group->active[--group->active_count];
+            group->active_next = at;
+            job_drop(&group->engine->jobs, job);
+            posted++;
+        }
+        posted_total += posted;
+    }
+    return posted_total > 0;
+}

@@ -1,0 +1,357 @@
+/* rail.c - opening, closing and describing a rail; see rail.h. */
+#define _GNU_SOURCE
+#include "rail.h"
+
+#include <assert.h>
+#include <pthread.h>
+#include <rdma/fi_errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "error.h"
+
+#define RAIL_RECEIVES_WANTED 128u
+#define RAIL_SPARE_SLOTS 64u
+
+static int rail_fail(struct rail *rail, ekv_error *error, ssize_t answer, const char *where)
+{
+    return error_set(error, EKV_EPROVIDER, (int)-answer, where, "%s (%s): %s", rail->nic.name,
+                     rail->nic.provider, rail_strerror(rail, (int)answer));
+}
+
+const char *rail_strerror(const struct rail *rail, int code)
+{
+    return rail->library->strerror(code < 0 ? -code : code);
+}
+
+static void rail_set_depth(struct rail *rail, const struct rail_options *options)
+{
+    size_t offered = rail->info->tx_attr->size;
+
+    rail->depth = offered > 65536 ? 65536 : (uint32_t)offered;
+    if (rail->depth == 0)
+        rail->depth = 1;
+    if (options->max_in_flight > rail->depth)
+        log_write(rail->log, LOG_WARNING,
+                  "%s: max_in_flight %u is more than the provider's queue of %u, which is used",
+                  rail->nic.name, options->max_in_flight, rail->depth);
+    else if (options->max_in_flight)
+        rail->depth = options->max_in_flight;
+    rail->receive_count = RAIL_RECEIVES_WANTED;
+    if (rail->info->rx_attr->size < rail->receive_count)
+        rail->receive_count = (uint32_t)rail->info->rx_attr->size;
+    rail->nic.queue_depth = rail->depth;
+}
+
+static ssize_t rail_open_completions(struct rail *rail)
+{
+    struct fi_cq_attr attributes = {.format = FI_CQ_FORMAT_MSG, .wait_obj = FI_WAIT_FD};
+    ssize_t answer;
+
+    attributes.size = rail->info->tx_attr->size + rail->info->rx_attr->size;
+    if (attributes.size < (size_t)rail->depth + rail->receive_count + RAIL_SPARE_SLOTS)
+        attributes.size = (size_t)rail->depth + rail->receive_count + RAIL_SPARE_SLOTS;
+    rail->wait_fd = -1;
+    answer = fi_cq_open(rail->domain, &attributes, &rail->completions, rail);
+    if (answer == 0 && fi_control(&rail->completions->fid, FI_GETWAIT, &rail->wait_fd) != 0) {
+        fi_close(&rail->completions->fid);
+        answer = -FI_ENOSYS;
+    }
+    if (answer != 0) {
+        rail->wait_fd = -1;
+        attributes.wait_obj = FI_WAIT_NONE;
+        answer = fi_cq_open(rail->domain, &attributes, &rail->completions, rail);
+    }
+    if (answer != 0)
+        rail->completions = NULL;
+    rail->nic.completion_queue_size = (uint32_t)attributes.size;
+    return answer;
+}
+
+/* Without an event queue some providers abort the process on asynchronous errors. */
+static ssize_t rail_open_events(struct rail *rail)
+{
+    struct fi_eq_attr attributes = {.wait_obj = FI_WAIT_NONE};
+    ssize_t answer = fi_eq_open(rail->fabric, &attributes, &rail->events, rail);
+
+    if (answer == 0)
+        answer = fi_ep_bind(rail->endpoint, &rail->events->fid, 0);
+    if (answer != 0 && rail->events) {
+        fi_close(&rail->events->fid);
+        rail->events = NULL;
+    }
+    return answer;
+}
+
+/* Only a hint when to stay awake, so a refusal is no error. */
+static void rail_open_remote_count(struct rail *rail)
+{
+    struct fi_cntr_attr attributes = {.events = FI_CNTR_EVENTS_COMP, .wait_obj = FI_WAIT_NONE};
+
+    if (fi_cntr_open(rail->domain, &attributes, &rail->remote_count, rail) != 0) {
+        rail->remote_count = NULL;
+        return;
+    }
+    if (fi_ep_bind(rail->endpoint, &rail->remote_count->fid, FI_REMOTE_WRITE | FI_REMOTE_READ) !=
+        0) {
+        fi_close(&rail->remote_count->fid);
+        rail->remote_count = NULL;
+    }
+}
+
+static int rail_open_objects(struct rail *rail, ekv_error *error)
+{
+    /* A hint; shm refuses more than it can ever hold, the others grow. */
+    struct fi_av_attr av = {.type = FI_AV_TABLE, .count = 256};
+    ssize_t answer = rail->library->open(rail->info->fabric_attr, &rail->fabric, rail);
+
+    if (answer != 0)
+        return rail_fail(rail, error, answer, "fi_fabric");
+    answer = fi_domain(rail->fabric, rail->info, &rail->domain, rail);
+    if (answer != 0)
+        return rail_fail(rail, error, answer, "fi_domain");
+    answer = fi_av_open(rail->domain, &av, &rail->addresses, rail);
+    if (answer != 0)
+        return rail_fail(rail, error, answer, "fi_av_open");
+    answer = rail_open_completions(rail);
+    if (answer != 0)
+        return rail_fail(rail, error, answer, "fi_cq_open");
+    answer = fi_endpoint(rail->domain, rail->info, &rail->endpoint, rail);
+    if (answer != 0)
+        return rail_fail(rail, error, answer, "fi_endpoint");
+    answer = fi_ep_bind(rail->endpoint, &rail->addresses->fid, 0);
+    if (answer == 0)
+        answer = fi_ep_bind(rail->endpoint, &rail->completions->fid, FI_TRANSMIT | FI_RECV);
+    if (answer != 0)
+        return rail_fail(rail, error, answer, "fi_ep_bind");
+    if (rail->info->caps & FI_RMA_EVENT)
+        rail_open_remote_count(rail);
+    answer = rail_open_events(rail);
+    if (answer != 0)
+        log_write(rail->log, LOG_DEBUG, "%s: no event queue: %s", rail->nic.name,
+                  rail_strerror(rail, (int)answer));
+    answer = fi_enable(rail->endpoint);
+    if (answer != 0)
+        return rail_fail(rail, error, answer, "fi_enable");
+    return EKV_OK;
+}
+
+/* Only an enabled endpoint has an address worth publishing. */
+static int rail_read_address(struct rail *rail, ekv_error *error)
+{
+    size_t length = sizeof rail->nic.address;
+    ssize_t answer = fi_getname(&rail->endpoint->fid, rail->nic.address, &length);
+
+    if (answer != 0 || length == 0 || length > sizeof rail->nic.address)
+        return rail_fail(rail, error, answer ? answer : -FI_ETOOSMALL, "fi_getname");
+    rail->nic.address_length = (uint32_t)length;
+    return EKV_OK;
+}
+
+static int rail_open_slots(struct rail *rail, ekv_error *error)
+{
+    size_t count = 2 * (size_t)rail->depth + rail->receive_count + RAIL_SPARE_SLOTS;
+    size_t bytes = (count + 1) * sizeof *rail->messages;
+    void *room = NULL;
+    ssize_t answer;
+
+    if (!inflight_open(&rail->inflight, count) || posix_memalign(&room, 4096, bytes) != 0)
+        return error_set(error, EKV_ENOMEM, 0, "rail_open", "out of memory");
+    memset(room, 0, bytes);
+    rail->messages = room;
+    for (size_t i = 0; i < count; i++)
+        rail->inflight.slots[i].message = &rail->messages[i];
+    rail->unposted = calloc(rail->receive_count, sizeof(struct operation *));
+    if (!rail->unposted)
+        return error_set(error, EKV_ENOMEM, 0, "rail_open", "out of memory");
+    answer = rail_register(rail, rail->messages, bytes, FI_SEND | FI_RECV | FI_READ | FI_WRITE,
+                           UINT64_C(1) << 62 | rail->index, &rail->messages_mr);
+    if (answer != 0)
+        return rail_fail(rail, error, answer, "fi_mr_reg");
+    rail->messages_descriptor = fi_mr_desc(rail->messages_mr);
+    for (uint32_t i = 0; i < rail->receive_count; i++) {
+        struct operation *operation = inflight_take(&rail->inflight, 0);
+
+        operation->kind = OPERATION_RECEIVE;
+        rail->unposted[rail->unposted_count++] = operation;
+    }
+    rail_post_receives(rail);
+    return EKV_OK;
+}
+
+int rail_open(struct rail *rail, const struct fabric *library, struct log *log,
+              struct fi_info *info, const struct rail_options *options, ekv_error *error)
+{
+    int code;
+
+    rail->library = library; /* nic is filled already, the rest is zero */
+    rail->log = log;
+    rail->info = info;
+    rail->index = options->index;
+    rail->wait_fd = -1;
+    rail->nic.struct_size = sizeof rail->nic;
+    rail_set_depth(rail, options);
+    code = rail_open_objects(rail, error);
+    if (code == EKV_OK)
+        code = rail_read_address(rail, error);
+    if (code == EKV_OK)
+        code = rail_open_slots(rail, error);
+    if (code != EKV_OK) {
+        rail_close(rail);
+        return code;
+    }
+    if (rail->wait_fd >= 0)
+        rail->nic.flags |= EKV_NIC_WAIT_FD;
+    atomic_store(&rail->flags, rail->nic.flags);
+    log_write(log, LOG_INFO,
+              "rail %u: device %s, provider %s, fabric %s, queue depth %u of %u, completion queue "
+              "%u, speed %.1f Gbit/s, NUMA node %d, %s",
+              rail->index, rail->nic.name, rail->nic.provider, rail->nic.fabric, rail->depth,
+              rail->nic.provider_queue_depth, rail->nic.completion_queue_size,
+              (double)rail->nic.speed_bits_per_second / 1e9, rail->nic.numa_node,
+              rail->nic.flags & EKV_NIC_DELIVERY_COMPLETE ? "completion means landed"
+                                                          : "writes are flushed");
+    return EKV_OK;
+}
+
+static void fid_close(struct fid *fid)
+{
+    if (fid)
+        fi_close(fid);
+}
+
+/* Process-wide, since that is how far the provider's pointers reach. */
+static pthread_rwlock_t guard = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
+
+bool rail_is_guarded(const struct rail *rail)
+{
+    return strcmp(rail->nic.provider, "shm") == 0;
+}
+
+void rail_guard_enter(const struct rail *rail)
+{
+    if (rail_is_guarded(rail))
+        pthread_rwlock_rdlock(&guard);
+}
+
+void rail_guard_leave(const struct rail *rail)
+{
+    if (rail_is_guarded(rail))
+        pthread_rwlock_unlock(&guard);
+}
+
+void rail_close_endpoint(struct rail *rail)
+{
+    bool guarded = rail_is_guarded(rail);
+
+    if (!rail->endpoint)
+        return;
+    if (guarded)
+        pthread_rwlock_wrlock(&guard);
+    fi_close(&rail->endpoint->fid);
+    rail->endpoint = NULL;
+    if (guarded)
+        pthread_rwlock_unlock(&guard);
+}
+
+void rail_close(struct rail *rail)
+{
+    rail_close_endpoint(rail);
+    fid_close(rail->messages_mr ? &rail->messages_mr->fid : NULL);
+    fid_close(rail->addresses ? &rail->addresses->fid : NULL);
+    fid_close(rail->remote_count ? &rail->remote_count->fid : NULL);
+    fid_close(rail->completions ? &rail->completions->fid : NULL);
+    fid_close(rail->events ? &rail->events->fid : NULL);
+    fid_close(rail->domain ? &rail->domain->fid : NULL);
+    fid_close(rail->fabric ? &rail->fabric->fid : NULL);
+    rail->messages_mr = NULL;
+    rail->addresses = NULL;
+    rail->remote_count = NULL;
+    rail->completions = NULL;
+    rail->events = NULL;
+    rail->domain = NULL;
+    rail->fabric = NULL;
+    inflight_close(&rail->inflight);
+    free(rail->unposted);
+    free(rail->messages);
+    free(rail->known);
+    rail->unposted = NULL;
+    rail->messages = NULL;
+    rail->known = NULL;
+    if (rail->info)
+        rail->library->freeinfo(rail->info);
+    rail->info = NULL;
+}
+
+int rail_register(struct rail *rail, void *address, size_t length, uint64_t access, uint64_t key,
+                  struct fid_mr **mr)
+{
+    uint64_t mode = (uint64_t)rail->info->domain_attr->mr_mode;
+    int answer;
+
+    if (mode & FI_MR_PROV_KEY)
+        key = 0;
+    else if (rail->info->domain_attr->mr_key_size < sizeof key)
+        key &= (UINT64_C(1) << (8 * rail->info->domain_attr->mr_key_size)) - 1;
+    answer = fi_mr_reg(rail->domain, address, length, access, 0, key, 0, mr, NULL);
+    if (answer == 0 && (mode & FI_MR_ENDPOINT)) {
+        answer = fi_mr_bind(*mr, &rail->endpoint->fid, 0);
+        if (answer == 0)
+            answer = fi_mr_enable(*mr);
+        if (answer != 0)
+            fi_close(&(*mr)->fid);
+    }
+    return answer;
+}
+
+static struct rail_address *rail_address_find(struct rail *rail, const uint8_t *bytes,
+                                              uint32_t length)
+{
+    for (uint32_t i = 0; i < rail->known_count; i++)
+        if (rail->known[i].length == length && memcmp(rail->known[i].bytes, bytes, length) == 0)
+            return &rail->known[i];
+    return NULL;
+}
+
+bool rail_address_take(struct rail *rail, const uint8_t *bytes, uint32_t length,
+                       fi_addr_t *address)
+{
+    struct rail_address *known = rail_address_find(rail, bytes, length);
+
+    if (!known) {
+        struct rail_address made = {.length = length};
+
+        if (length > sizeof made.bytes)
+            return false;
+        memcpy(made.bytes, bytes, length);
+        /* Anything but one inserted address is a failure, whatever errno says. */
+        if (fi_av_insert(rail->addresses, made.bytes, 1, &made.address, 0, NULL) != 1)
+            return false;
+        if (rail->known_count == rail->known_capacity) {
+            uint32_t capacity = rail->known_capacity ? rail->known_capacity * 2 : 16;
+            struct rail_address *grown = realloc(rail->known, capacity * sizeof *grown);
+
+            if (!grown)
+                return false;
+            rail->known = grown;
+            rail->known_capacity = capacity;
+        }
+        known = &rail->known[rail->known_count++];
+        *known = made;
+    }
+    known->users++;
+    *address = known->address;
+    return true;
+}
+
+void rail_address_give(struct rail *rail, const uint8_t *bytes, uint32_t length)
+{
+    struct rail_address *known = rail_address_find(rail, bytes, length);
+
+    assert(known && known->users > 0);
+    if (--known->users > 0)
+        return;
+    /* Removed, so that a new engine at this address gets a new connection. */
+    fi_av_remove(rail->addresses, &known->address, 1, 0);
+    *known = rail->known[--rail->known_count];
+}
