@@ -1,0 +1,212 @@
+"""Buffers, and one registration for all views of a storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from efa_kv.errors import FabricBusy, RegistrationError, StaleHandle
+from efa_kv.memory import ACCESS_ALL, Registry, Span, span_of
+from efa_kv.runtime.regions import RegionBook, neighbour
+from efa_kv.types import ACCESS_REMOTE_READ, MEMORY_CUDA, KeyRecord
+
+
+class FakeFabric:
+    def __init__(self) -> None:
+        self.regions: dict[int, tuple[int, int]] = {}
+        self.next = 1
+        self.key = 100
+        self.keys: dict[int, int] = {}
+        self.busy = False
+
+    def region_add(
+        self, address: int, length_bytes: int, kind: int, device: int, access: int
+    ) -> int:
+        region, self.next = self.next, self.next + 1
+        self.regions[region] = (address, length_bytes)
+        self.region_rotate(region, 0)
+        return region
+
+    def region_keys(self, region: int) -> tuple[KeyRecord, ...]:
+        return (KeyRecord(0, self.keys[region], 0, 0, self.regions[region][1]),)
+
+    def region_remove(self, region: int, timeout_s: float) -> None:
+        if self.busy:
+            raise FabricBusy("in use")
+        del self.regions[region]
+
+    def region_rotate(self, region: int, timeout_s: float) -> None:
+        if self.busy:
+            raise FabricBusy("in use")
+        self.key += 1
+        self.keys[region] = self.key
+
+
+class FakeTensor:
+    """What torch tensors look like from here."""
+
+    class Device:
+        def __init__(self, kind: str, index: int | None) -> None:
+            self.type, self.index = kind, index
+
+    class Storage:
+        def data_ptr(self) -> int:
+            return 0x1000
+
+        def nbytes(self) -> int:
+            return 8192
+
+    def __init__(self, kind: str = "cuda", index: int | None = 1) -> None:
+        self.device = self.Device(kind, index)
+
+    def untyped_storage(self) -> FakeTensor.Storage:
+        return self.Storage()
+
+    def data_ptr(self) -> int:
+        return 0x1800
+
+
+def test_views_give_their_storage() -> None:
+    base = np.zeros((4, 6, 8), np.float32)
+    whole = span_of(base)
+    assert whole.length_bytes == base.nbytes
+    for view in (
+        base[1],
+        base[:, 2],
+        base.reshape(-1)[5:9],
+        base.T,
+        base[::-1],
+        base.view(np.uint8),
+    ):
+        span = span_of(view)
+        assert (span.address, span.length_bytes) == (whole.address, whole.length_bytes)
+
+
+def test_buffers() -> None:
+    buffer = bytearray(100)
+    span = span_of(buffer)
+    np.frombuffer(buffer, np.uint8)[3] = 9
+    assert span.length_bytes == 100
+    assert span_of(memoryview(buffer)).address == span.address
+    assert span_of((0x1000, 64)) == Span(0x1000, 64)
+    assert span_of((np.uint64(0x1000), np.int64(64))) == Span(0x1000, 64)
+
+
+def test_tensors_without_torch() -> None:
+    span = span_of(FakeTensor())
+    assert (span.address, span.length_bytes) == (0x1000, 8192)
+    assert (span.kind, span.device) == (MEMORY_CUDA, 1)
+    assert span_of(FakeTensor("cuda", None)).device == 0
+    assert span_of(FakeTensor("cpu", None)).device == -1
+    with pytest.raises(RegistrationError, match="mps"):
+        span_of(FakeTensor("mps", 0))
+
+
+def _read_only() -> np.ndarray:
+    array = np.zeros(10, np.uint8)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        b"read only",
+        _read_only(),
+        "text",
+        None,
+        5,
+        [1, 2],
+        (1,),
+        (1, 2, 3),
+        ("a", 1),
+        (1.5, 2),
+        (True, 10),
+        (0, 10),
+        (10, 0),
+        (10, -5),
+        (2**64 - 1, 10),
+        np.zeros(0, np.uint8),
+        bytearray(0),
+        memoryview(bytearray(10))[::2],
+    ],
+)
+def test_what_is_no_memory_is_refused(buffer: Any) -> None:
+    with pytest.raises(RegistrationError, match="Found"):
+        span_of(buffer)
+
+
+def test_views_share_one_registration_until_the_last_goes() -> None:
+    fabric = FakeFabric()
+    registry = Registry(fabric)
+    base = np.zeros(1000, np.uint8)
+    first, change = registry.add(span_of(base), ACCESS_ALL)
+    assert change is not None
+    assert change.epoch == 1
+    second, none = registry.add(span_of(base[10:]), ACCESS_ALL)
+    assert (second, none) == (first, None)
+    inside, none = registry.add(Span(span_of(base).address + 5, 10), ACCESS_ALL)
+    assert (inside, none) == (first, None)
+    assert registry.remove(first, 0) is None
+    assert registry.remove(first, 0) is None
+    gone = registry.remove(first, 0)
+    assert gone is not None
+    assert (gone.epoch, gone.removed) == (2, (first,))
+    assert fabric.regions == {}
+    with pytest.raises(StaleHandle):
+        registry.remove(first, 0)
+
+
+def test_other_access_or_more_memory_is_another_registration() -> None:
+    registry = Registry(FakeFabric())
+    one, _ = registry.add(Span(0x1000, 100), ACCESS_ALL)
+    two, _ = registry.add(Span(0x1000, 100), ACCESS_REMOTE_READ)
+    three, _ = registry.add(Span(0x1000, 101), ACCESS_ALL)
+    four, _ = registry.add(Span(0x1000, 100, MEMORY_CUDA, 0), ACCESS_ALL)
+    assert len({one, two, three, four}) == 4
+    assert registry.remotely_writable() == [one, three, four]
+
+
+def test_published_is_replaced_and_counts_up() -> None:
+    registry = Registry(FakeFabric())
+    before = registry.published
+    region, _ = registry.add(Span(0x1000, 100), ACCESS_ALL)
+    assert before.regions == ()
+    [record] = registry.published.regions
+    change = registry.rotate(region, 0)
+    assert change.added[0].region == record.region
+    assert change.added[0].keys != record.keys
+    assert registry.published.epoch == 2
+
+
+def test_a_busy_region_stays_and_can_be_tried_again() -> None:
+    fabric = FakeFabric()
+    registry = Registry(fabric)
+    region, _ = registry.add(Span(0x1000, 100), ACCESS_ALL)
+    fabric.busy = True
+    with pytest.raises(FabricBusy):
+        registry.remove(region, 0)
+    with pytest.raises(FabricBusy):
+        registry.rotate(region, 0)
+    assert registry.published.epoch == 1
+    fabric.busy = False
+    assert registry.remove(region, 0) is not None
+
+
+def test_book_announces_every_change_in_order_and_is_found_by_its_incarnation() -> None:
+    fabric, changes = FakeFabric(), []
+    book = RegionBook(fabric, 4711, changes.append)
+    assert neighbour(4711) is book
+    region = book.register(bytearray(100))
+    assert book.rotate_writable(0)
+    fabric.busy = True
+    assert not book.rotate_writable(0)
+    fabric.busy = False
+    region.deregister()
+    region.deregister()
+    assert [change.epoch for change in changes] == [1, 2, 3]
+    assert book.published.regions == ()
+    del book, region
+    assert neighbour(4711) is None
