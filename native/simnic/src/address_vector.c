@@ -21,7 +21,8 @@ struct peer *address_vector_peer(struct address_vector *vector, fi_addr_t addres
     return address < vector->peer_count ? vector->peers[address] : NULL;
 }
 
-fi_addr_t address_vector_find(const struct address_vector *vector, const struct simnic_address *address)
+fi_addr_t address_vector_find(const struct address_vector *vector,
+                              const struct simnic_address *address)
 {
     const uint32_t *index = number_map_find(&vector->index_of_address, address_number(address));
     if (!index || memcmp(&vector->peers[*index]->address, address, sizeof *address) != 0)
@@ -58,7 +59,8 @@ bool peer_connect(struct domain *domain, struct peer *peer)
     struct lane *lane = lane_acquire(domain, address_identity(&peer->address));
     if (!lane)
         return false;
-    peer->remote = registry_map_endpoint(address_identity(&peer->address), peer->address.queue_pair);
+    peer->remote =
+        registry_map_endpoint(address_identity(&peer->address), peer->address.queue_pair);
     if (!peer->remote) {
         lane_release(domain, lane);
         return false;
@@ -114,14 +116,15 @@ static fi_addr_t insert_one(struct address_vector *vector, const struct simnic_a
     vector->peers[place] = peer;
     *index = (uint32_t)place;
     if (++*uses == 1)
-        for (struct endpoint *endpoint = vector->endpoints; endpoint; endpoint = endpoint->next_in_address_vector)
+        for (struct endpoint *endpoint = vector->endpoints; endpoint;
+             endpoint = endpoint->next_in_address_vector)
             if (endpoint->shared)
                 known_peers_add(endpoint->shared, peer->nic_number);
     return place;
 }
 
-static int insert(struct fid_av *fid, const void *addresses, size_t count, fi_addr_t *results, uint64_t flags,
-                  void *context)
+static int insert(struct fid_av *fid, const void *addresses, size_t count, fi_addr_t *results,
+                  uint64_t flags, void *context)
 {
     struct address_vector *vector = from_fid(fid);
     int inserted = 0;
@@ -146,7 +149,8 @@ static void remove_one(struct address_vector *vector, size_t place)
     uint32_t *uses = number_map_find(&vector->uses_of_nic, peer->nic_number);
     if (uses && --*uses == 0) {
         number_map_remove(&vector->uses_of_nic, peer->nic_number);
-        for (struct endpoint *endpoint = vector->endpoints; endpoint; endpoint = endpoint->next_in_address_vector)
+        for (struct endpoint *endpoint = vector->endpoints; endpoint;
+             endpoint = endpoint->next_in_address_vector)
             if (endpoint->shared)
                 known_peers_remove(endpoint->shared, peer->nic_number);
     }
@@ -191,14 +195,14 @@ static const char *to_text(struct fid_av *fid, const void *raw, char *text, size
     memcpy(&address, raw, sizeof address);
     struct process_identity identity = address_identity(&address);
     int length = snprintf(text, *size, "fi_addr_efa://[fe80::%llx]:%u:%u?pid=%u",
-                          (unsigned long long)address_nic_number(&address), address.queue_pair, address.queue_key,
-                          identity.pid);
+                          (unsigned long long)address_nic_number(&address), address.queue_pair,
+                          address.queue_key, identity.pid);
     *size = (size_t)length + 1;
     return text;
 }
 
-static int insert_service(struct fid_av *fid, const char *node, const char *service, fi_addr_t *result,
-                          uint64_t flags, void *context)
+static int insert_service(struct fid_av *fid, const char *node, const char *service,
+                          fi_addr_t *result, uint64_t flags, void *context)
 {
     (void)fid;
     (void)node;
@@ -246,10 +250,11 @@ static int bind(struct fid *fid, struct fid *other, uint64_t flags)
     return other->fclass == FI_CLASS_EQ ? 0 : -FI_EINVAL;
 }
 
-static struct fi_ops fid_ops = { sizeof fid_ops, close_vector, bind, unsupported_control, unsupported_ops_open, NULL,
-                                 NULL };
+static struct fi_ops fid_ops = {sizeof fid_ops,       close_vector, bind, unsupported_control,
+                                unsupported_ops_open, NULL,         NULL};
 
-int address_vector_open(struct fid_domain *fid, struct fi_av_attr *attributes, struct fid_av **result, void *context)
+int address_vector_open(struct fid_domain *fid, struct fi_av_attr *attributes,
+                        struct fid_av **result, void *context)
 {
     struct domain *domain = (struct domain *)(void *)fid;
     struct address_vector *vector = calloc(1, sizeof *vector);

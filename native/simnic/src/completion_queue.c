@@ -32,7 +32,8 @@ static size_t entry_size(enum fi_cq_format format)
     }
 }
 
-static ssize_t copy_entries(struct completion_queue *queue, char *buffer, size_t count, fi_addr_t *sources)
+static ssize_t copy_entries(struct completion_queue *queue, char *buffer, size_t count,
+                            fi_addr_t *sources)
 {
     size_t size = entry_size(queue->format), copied = 0;
     while (copied < count && queue->head != queue->tail) {
@@ -81,7 +82,8 @@ static ssize_t read_error(struct fid_cq *fid, struct fi_cq_err_entry *entry, uin
     domain_enter(queue->domain);
     const struct completion *completion = &queue->entries[queue->head & (queue->capacity - 1)];
     if (queue->head != queue->tail && completion->error) {
-        /* The caller's structure may be longer than the one known here: only known fields are set. */
+        /* The caller's structure may be longer than the one known here: only known fields are set.
+         */
         entry->op_context = completion->context;
         entry->flags = completion->flags;
         entry->len = completion->length;
@@ -100,7 +102,8 @@ static ssize_t read_error(struct fid_cq *fid, struct fi_cq_err_entry *entry, uin
     return result;
 }
 
-static ssize_t wait_and_read(struct fid_cq *fid, void *buffer, size_t count, const void *condition, int timeout)
+static ssize_t wait_and_read(struct fid_cq *fid, void *buffer, size_t count, const void *condition,
+                             int timeout)
 {
     (void)fid;
     (void)buffer;
@@ -110,8 +113,8 @@ static ssize_t wait_and_read(struct fid_cq *fid, void *buffer, size_t count, con
     return -FI_ENOSYS;
 }
 
-static ssize_t wait_and_read_from(struct fid_cq *fid, void *buffer, size_t count, fi_addr_t *sources,
-                                  const void *condition, int timeout)
+static ssize_t wait_and_read_from(struct fid_cq *fid, void *buffer, size_t count,
+                                  fi_addr_t *sources, const void *condition, int timeout)
 {
     (void)sources;
     return wait_and_read(fid, buffer, count, condition, timeout);
@@ -123,7 +126,8 @@ static int signal_waiters(struct fid_cq *fid)
     return -FI_ENOSYS;
 }
 
-static const char *error_text(struct fid_cq *fid, int provider_error, const void *data, char *buffer, size_t size)
+static const char *error_text(struct fid_cq *fid, int provider_error, const void *data,
+                              char *buffer, size_t size)
 {
     const char *text = provider_error_text(provider_error);
     (void)fid;
@@ -149,7 +153,8 @@ static int close_queue(struct fid *fid)
     struct completion_queue *queue = from_fid((struct fid_cq *)(void *)fid);
     struct domain *domain = queue->domain;
     domain_enter(domain);
-    for (struct endpoint *endpoint = domain->endpoints; endpoint; endpoint = endpoint->next_in_domain)
+    for (struct endpoint *endpoint = domain->endpoints; endpoint;
+         endpoint = endpoint->next_in_domain)
         if (endpoint->send_queue == queue || endpoint->receive_queue == queue) {
             domain_leave(domain);
             return -FI_EBUSY;
@@ -161,11 +166,12 @@ static int close_queue(struct fid *fid)
     return 0;
 }
 
-static struct fi_ops fid_ops = { sizeof fid_ops, close_queue, unsupported_bind, unsupported_control,
-                                 unsupported_ops_open, NULL, NULL };
+static struct fi_ops fid_ops = {
+    sizeof fid_ops, close_queue, unsupported_bind, unsupported_control, unsupported_ops_open,
+    NULL,           NULL};
 
-int completion_queue_open(struct fid_domain *fid, struct fi_cq_attr *attributes, struct fid_cq **result,
-                          void *context)
+int completion_queue_open(struct fid_domain *fid, struct fi_cq_attr *attributes,
+                          struct fid_cq **result, void *context)
 {
     struct domain *domain = (struct domain *)(void *)fid;
     size_t size = attributes && attributes->size ? attributes->size : DEFAULT_SIZE;

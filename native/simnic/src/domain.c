@@ -21,7 +21,8 @@ int unsupported_control(struct fid *fid, int command, void *argument)
     return -FI_ENOSYS;
 }
 
-int unsupported_ops_open(struct fid *fid, const char *name, uint64_t flags, void **ops, void *context)
+int unsupported_ops_open(struct fid *fid, const char *name, uint64_t flags, void **ops,
+                         void *context)
 {
     (void)fid;
     (void)name;
@@ -38,8 +39,8 @@ void domain_enter_contended(struct domain *domain)
     abort();
 }
 
-static int counter_open(struct fid_domain *fid, struct fi_cntr_attr *attributes, struct fid_cntr **counter,
-                        void *context)
+static int counter_open(struct fid_domain *fid, struct fi_cntr_attr *attributes,
+                        struct fid_cntr **counter, void *context)
 {
     (void)fid;
     (void)attributes;
@@ -65,9 +66,11 @@ static int close_domain(struct fid *fid)
     if (is_used)
         return -FI_EBUSY;
     if (domain->settings->statistics)
-        fprintf(stderr, "simnic: pid %d %s: %llu operations, %llu failed, %llu bytes\n", (int)getpid(),
-                domain->settings->device_names[domain->nic_index], (unsigned long long)domain->operations_done,
-                (unsigned long long)domain->operations_failed, (unsigned long long)domain->bytes_done);
+        fprintf(stderr, "simnic: pid %d %s: %llu operations, %llu failed, %llu bytes\n",
+                (int)getpid(), domain->settings->device_names[domain->nic_index],
+                (unsigned long long)domain->operations_done,
+                (unsigned long long)domain->operations_failed,
+                (unsigned long long)domain->bytes_done);
     due_queue_free(&domain->due);
     free(domain->ready);
     pthread_mutex_destroy(&domain->mutex);
@@ -82,14 +85,16 @@ static int bind(struct fid *fid, struct fid *other, uint64_t flags)
     return other->fclass == FI_CLASS_EQ ? 0 : -FI_EINVAL;
 }
 
-static struct fi_ops domain_fid_ops = { sizeof domain_fid_ops, close_domain, bind, unsupported_control,
-                                        unsupported_ops_open, NULL, NULL };
+static struct fi_ops domain_fid_ops = {
+    sizeof domain_fid_ops, close_domain, bind, unsupported_control,
+    unsupported_ops_open,  NULL,         NULL};
 
 static int nic_by_domain_name(const struct settings *settings, const char *name)
 {
     for (int nic = 0; nic < settings->nic_count; nic++) {
         size_t length = strlen(settings->device_names[nic]);
-        if (strncmp(name, settings->device_names[nic], length) == 0 && strcmp(name + length, "-rdm") == 0)
+        if (strncmp(name, settings->device_names[nic], length) == 0 &&
+            strcmp(name + length, "-rdm") == 0)
             return nic;
     }
     return -1;
@@ -106,12 +111,14 @@ static void set_thread_rules(struct domain *domain, enum fi_threading threading)
 /* A different stream for each domain, the same ones in every run. */
 static uint64_t random_start(uint64_t seed, int nic, uint32_t number)
 {
-    uint64_t x = seed * 0x9e3779b97f4a7c15u + (uint64_t)nic * 0xbf58476d1ce4e5b9u + number * 0x94d049bb133111ebu;
+    uint64_t x = seed * 0x9e3779b97f4a7c15u + (uint64_t)nic * 0xbf58476d1ce4e5b9u +
+                 number * 0x94d049bb133111ebu;
     x ^= x >> 31;
     return x ? x : 1;
 }
 
-int domain_open(struct fid_fabric *fid, struct fi_info *info, struct fid_domain **result, void *context)
+int domain_open(struct fid_fabric *fid, struct fi_info *info, struct fid_domain **result,
+                void *context)
 {
     static _Atomic uint32_t next_number = 1;
     const struct settings *settings = settings_get();

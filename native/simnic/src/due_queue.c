@@ -7,7 +7,7 @@
 void due_queue_free(struct due_queue *queue)
 {
     free(queue->entries);
-    *queue = (struct due_queue){ NULL, 0, 0 };
+    *queue = (struct due_queue){NULL, 0, 0};
 }
 
 bool due_queue_reserve(struct due_queue *queue, size_t capacity)

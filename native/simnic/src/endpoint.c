@@ -155,7 +155,8 @@ static int close_endpoint(struct fid *fid)
     struct domain *domain = endpoint->domain;
     domain_enter(domain);
     if (endpoint->shared) {
-        /* From here on peers are refused; what was on its way out is dropped without completions. */
+        /* From here on peers are refused; what was on its way out is dropped without completions.
+         */
         atomic_store(&endpoint->shared->queue_key, 0);
         engine_drop_endpoint(domain, endpoint);
         registry_remove_endpoint(endpoint->shared, endpoint->address.queue_pair);
@@ -169,7 +170,8 @@ static int close_endpoint(struct fid *fid)
     return 0;
 }
 
-static struct fi_ops fid_ops = { sizeof fid_ops, close_endpoint, bind, control, unsupported_ops_open, NULL, NULL };
+static struct fi_ops fid_ops = {sizeof fid_ops,       close_endpoint, bind, control,
+                                unsupported_ops_open, NULL,           NULL};
 
 static int get_name(fid_t fid, void *address, size_t *size)
 {
@@ -178,17 +180,19 @@ static int get_name(fid_t fid, void *address, size_t *size)
     *size = sizeof endpoint->address;
     if (!endpoint->shared)
         return -FI_EOPBADSTATE;
-    memcpy(address, &endpoint->address, room < sizeof endpoint->address ? room : sizeof endpoint->address);
+    memcpy(address, &endpoint->address,
+           room < sizeof endpoint->address ? room : sizeof endpoint->address);
     return room < sizeof endpoint->address ? -FI_ETOOSMALL : 0;
 }
 
-static struct fi_ops_cm management_ops = { .size = sizeof management_ops, .getname = get_name };
+static struct fi_ops_cm management_ops = {.size = sizeof management_ops, .getname = get_name};
 
 /* Cancels a posted receive that no message counts on yet. */
 static ssize_t cancel_alone(struct endpoint *endpoint, const void *context)
 {
     uint64_t found = endpoint->receive_head;
-    while (found < endpoint->receive_tail && endpoint->receives[found % endpoint->receive_size].context != context)
+    while (found < endpoint->receive_tail &&
+           endpoint->receives[found % endpoint->receive_size].context != context)
         found++;
     if (found == endpoint->receive_tail || !endpoint->shared)
         return -FI_ENOENT;
@@ -204,7 +208,8 @@ static ssize_t cancel_alone(struct endpoint *endpoint, const void *context)
         .fabric_error = FI_ECANCELED,
     };
     for (uint64_t i = found; i + 1 < endpoint->receive_tail; i++)
-        endpoint->receives[i % endpoint->receive_size] = endpoint->receives[(i + 1) % endpoint->receive_size];
+        endpoint->receives[i % endpoint->receive_size] =
+            endpoint->receives[(i + 1) % endpoint->receive_size];
     endpoint->receive_tail--;
     completion_queue_push(endpoint->receive_queue, &completion);
     return 0;
@@ -247,7 +252,8 @@ static struct fi_ops_ep endpoint_ops = {
     .setopt = set_option,
 };
 
-int endpoint_open(struct fid_domain *fid, struct fi_info *info, struct fid_ep **result, void *context)
+int endpoint_open(struct fid_domain *fid, struct fi_info *info, struct fid_ep **result,
+                  void *context)
 {
     struct domain *domain = (struct domain *)(void *)fid;
     const struct settings *settings = domain->settings;
@@ -258,9 +264,12 @@ int endpoint_open(struct fid_domain *fid, struct fi_info *info, struct fid_ep **
     if (!endpoint)
         return -FI_ENOMEM;
     endpoint->domain = domain;
-    endpoint->send_size = info->tx_attr && info->tx_attr->size ? info->tx_attr->size : settings->transmit_queue_size;
-    endpoint->receive_size = info->rx_attr && info->rx_attr->size ? info->rx_attr->size : settings->receive_queue_size;
-    endpoint->default_flags = info->tx_attr ? info->tx_attr->op_flags & (FI_COMPLETION | FI_DELIVERY_COMPLETE) : 0;
+    endpoint->send_size =
+        info->tx_attr && info->tx_attr->size ? info->tx_attr->size : settings->transmit_queue_size;
+    endpoint->receive_size =
+        info->rx_attr && info->rx_attr->size ? info->rx_attr->size : settings->receive_queue_size;
+    endpoint->default_flags =
+        info->tx_attr ? info->tx_attr->op_flags & (FI_COMPLETION | FI_DELIVERY_COMPLETE) : 0;
     endpoint->is_direct = domain->is_direct;
     endpoint->fid.fid.fclass = FI_CLASS_EP;
     endpoint->fid.fid.context = context;

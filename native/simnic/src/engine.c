@@ -1,5 +1,5 @@
-/* What the NIC does with posted operations. It runs inside fi_cq_read, in batches, and never makes a
- * system call for a single operation. */
+/* What the NIC does with posted operations. It runs inside fi_cq_read, in batches, and never makes
+ * a system call for a single operation. */
 #include "objects.h"
 
 #include <stdlib.h>
@@ -137,11 +137,12 @@ static void deposit(struct operation *operation)
 {
     struct peer *peer = operation->peer;
     bool is_message = operation->kind == OPERATION_SEND;
-    const void *payload = operation->is_inline ? operation->inline_bytes : (void *)(uintptr_t)operation->local_address;
+    const void *payload = operation->is_inline ? operation->inline_bytes
+                                               : (void *)(uintptr_t)operation->local_address;
     if (!operation->is_deposited) {
-        if (mailbox_deposit(peer->remote, is_message ? MAIL_MESSAGE : MAIL_WRITE_DATA, payload, operation->length,
-                            operation->has_data ? &operation->data : NULL, &operation->endpoint->address,
-                            &operation->ticket) != DEPOSITED) {
+        if (mailbox_deposit(peer->remote, is_message ? MAIL_MESSAGE : MAIL_WRITE_DATA, payload,
+                            operation->length, operation->has_data ? &operation->data : NULL,
+                            &operation->endpoint->address, &operation->ticket) != DEPOSITED) {
             wait_for_target(operation);
             return;
         }
@@ -165,7 +166,8 @@ void engine_moved(struct operation *operation)
 
 static int silence_error(const struct peer *peer)
 {
-    return peer->has_answered ? PROVIDER_ERROR_UNRESPONSIVE_REMOTE : PROVIDER_ERROR_UNREACHABLE_REMOTE;
+    return peer->has_answered ? PROVIDER_ERROR_UNRESPONSIVE_REMOTE
+                              : PROVIDER_ERROR_UNREACHABLE_REMOTE;
 }
 
 /* Memory-to-memory part of an operation whose target answers. */
@@ -174,18 +176,20 @@ static void execute_rma(struct domain *domain, struct operation *operation)
     struct peer *peer = operation->peer;
     bool is_read = operation->kind == OPERATION_READ;
     if (domain->settings->mutual_addresses &&
-        !known_peers_contain(peer->remote, address_nic_number(&operation->endpoint->address), &peer->known_slot)) {
+        !known_peers_contain(peer->remote, address_nic_number(&operation->endpoint->address),
+                             &peer->known_slot)) {
         engine_finish(operation, PROVIDER_ERROR_UNKNOWN_PEER);
     } else if (operation->moved == operation->length) {
         engine_moved(operation);
     } else if (!operation->is_inline &&
-               !region_allows(domain->self, operation->local_key, domain->number, operation->local_address,
-                              operation->length, is_read ? FI_READ : FI_WRITE)) {
+               !region_allows(domain->self, operation->local_key, domain->number,
+                              operation->local_address, operation->length,
+                              is_read ? FI_READ : FI_WRITE)) {
         engine_finish(operation, PROVIDER_ERROR_INVALID_LOCAL_KEY);
     } else if (!domain->settings->no_copy) {
         lane_append(domain, peer->lane, operation);
-    } else if (region_allows(peer->lane->process->shared, operation->remote_key, peer->remote->domain,
-                             operation->remote_address, operation->length,
+    } else if (region_allows(peer->lane->process->shared, operation->remote_key,
+                             peer->remote->domain, operation->remote_address, operation->length,
                              is_read ? FI_REMOTE_READ : FI_REMOTE_WRITE)) {
         engine_moved(operation);
     } else {
@@ -199,12 +203,14 @@ static bool target_has_exited(struct domain *domain, const struct operation *ope
     if (atomic_load_explicit(&process->has_exited, memory_order_relaxed))
         return true;
     /* Copying notices by itself, so of the operations that come to it only a few ask. */
-    if (operation->kind != OPERATION_SEND && operation->moved == 0 && domain->ready_head % LIVENESS_INTERVAL != 0)
+    if (operation->kind != OPERATION_SEND && operation->moved == 0 &&
+        domain->ready_head % LIVENESS_INTERVAL != 0)
         return false;
     return registry_has_exited(process);
 }
 
-static void execute(struct domain *domain, struct operation *operation, enum nic_fault_kind local_health)
+static void execute(struct domain *domain, struct operation *operation,
+                    enum nic_fault_kind local_health)
 {
     struct peer *peer = operation->peer;
     if (operation->status) {
@@ -224,7 +230,8 @@ static void execute(struct domain *domain, struct operation *operation, enum nic
         engine_finish(operation, PROVIDER_ERROR_INVALID_ADDRESS_HANDLE);
         return;
     }
-    if (local_health == NIC_VANISHED || !peer_connect(domain, peer) || target_has_exited(domain, operation)) {
+    if (local_health == NIC_VANISHED || !peer_connect(domain, peer) ||
+        target_has_exited(domain, operation)) {
         engine_fail_later(operation, silence_error(peer));
         return;
     }
@@ -233,7 +240,8 @@ static void execute(struct domain *domain, struct operation *operation, enum nic
         wait_for_target(operation);
     else if (remote_health != NIC_HEALTHY)
         engine_fail_later(operation, silence_error(peer));
-    else if (atomic_load_explicit(&peer->remote->queue_key, memory_order_acquire) != peer->address.queue_key)
+    else if (atomic_load_explicit(&peer->remote->queue_key, memory_order_acquire) !=
+             peer->address.queue_key)
         engine_finish(operation, PROVIDER_ERROR_REMOTE_BAD_QUEUE_PAIR);
     else if (operation->kind == OPERATION_SEND)
         deposit(operation);
@@ -256,7 +264,9 @@ static bool keep_room(struct operation *operation)
 static void run_ready(struct domain *domain, enum nic_fault_kind health)
 {
     uint64_t bytes = 0;
-    for (int i = 0; i < BATCH_OPERATIONS && bytes < BATCH_BYTES && domain->ready_head != domain->ready_tail; i++) {
+    for (int i = 0;
+         i < BATCH_OPERATIONS && bytes < BATCH_BYTES && domain->ready_head != domain->ready_tail;
+         i++) {
         struct operation *operation = pick_ready(domain);
         if (!keep_room(operation)) {
             *ready_slot(domain, --domain->ready_head) = operation;
@@ -335,7 +345,8 @@ void engine_progress(struct domain *domain)
         run_ready(domain, health);
     if (health != NIC_HEALTHY)
         return;
-    for (struct endpoint *endpoint = domain->endpoints; endpoint; endpoint = endpoint->next_in_domain)
+    for (struct endpoint *endpoint = domain->endpoints; endpoint;
+         endpoint = endpoint->next_in_domain)
         receive(endpoint);
 }
 

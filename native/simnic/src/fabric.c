@@ -10,10 +10,16 @@ static int close_plain(struct fid *fid)
     return 0;
 }
 
-static struct fi_ops plain_fid_ops = { sizeof plain_fid_ops, close_plain, unsupported_bind, unsupported_control,
-                                       unsupported_ops_open, NULL, NULL };
+static struct fi_ops plain_fid_ops = {sizeof plain_fid_ops,
+                                      close_plain,
+                                      unsupported_bind,
+                                      unsupported_control,
+                                      unsupported_ops_open,
+                                      NULL,
+                                      NULL};
 
-static ssize_t event_read(struct fid_eq *queue, uint32_t *event, void *buffer, size_t size, uint64_t flags)
+static ssize_t event_read(struct fid_eq *queue, uint32_t *event, void *buffer, size_t size,
+                          uint64_t flags)
 {
     (void)queue;
     (void)event;
@@ -31,7 +37,8 @@ static ssize_t event_read_error(struct fid_eq *queue, struct fi_eq_err_entry *en
     return -FI_EAGAIN;
 }
 
-static ssize_t event_write(struct fid_eq *queue, uint32_t event, const void *buffer, size_t size, uint64_t flags)
+static ssize_t event_write(struct fid_eq *queue, uint32_t event, const void *buffer, size_t size,
+                           uint64_t flags)
 {
     (void)queue;
     (void)event;
@@ -41,14 +48,15 @@ static ssize_t event_write(struct fid_eq *queue, uint32_t event, const void *buf
     return -FI_ENOSYS;
 }
 
-static ssize_t event_wait(struct fid_eq *queue, uint32_t *event, void *buffer, size_t size, int timeout,
-                          uint64_t flags)
+static ssize_t event_wait(struct fid_eq *queue, uint32_t *event, void *buffer, size_t size,
+                          int timeout, uint64_t flags)
 {
     (void)timeout;
     return event_read(queue, event, buffer, size, flags);
 }
 
-static const char *event_error_text(struct fid_eq *queue, int error, const void *data, char *buffer, size_t size)
+static const char *event_error_text(struct fid_eq *queue, int error, const void *data, char *buffer,
+                                    size_t size)
 {
     (void)queue;
     (void)error;
@@ -67,8 +75,8 @@ static struct fi_ops_eq event_ops = {
     .strerror = event_error_text,
 };
 
-static int event_queue_open(struct fid_fabric *fabric, struct fi_eq_attr *attributes, struct fid_eq **result,
-                            void *context)
+static int event_queue_open(struct fid_fabric *fabric, struct fi_eq_attr *attributes,
+                            struct fid_eq **result, void *context)
 {
     struct fid_eq *queue = calloc(1, sizeof *queue);
     (void)fabric;
@@ -103,7 +111,8 @@ int fabric_open(struct fi_fabric_attr *attributes, struct fid_fabric **result, v
     struct fabric *fabric = calloc(1, sizeof *fabric);
     if (!fabric)
         return -FI_ENOMEM;
-    fabric->is_direct = attributes && attributes->name && strcmp(attributes->name, SIMNIC_DIRECT_FABRIC) == 0;
+    fabric->is_direct =
+        attributes && attributes->name && strcmp(attributes->name, SIMNIC_DIRECT_FABRIC) == 0;
     fabric->fid.fid.fclass = FI_CLASS_FABRIC;
     fabric->fid.fid.context = context;
     fabric->fid.fid.ops = &plain_fid_ops;

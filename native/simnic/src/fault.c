@@ -16,18 +16,18 @@ struct field {
 };
 
 static const struct field FIELDS[] = {
-    { "error_at_op", FIELD_COUNT, offsetof(struct nic_faults, error_at_op) },
-    { "error_rate", FIELD_NUMBER, offsetof(struct nic_faults, error_rate) },
-    { "error_code", FIELD_CODE, offsetof(struct nic_faults, error_code) },
-    { "die_at_op", FIELD_COUNT, offsetof(struct nic_faults, die_at_op) },
-    { "stall_at_op", FIELD_COUNT, offsetof(struct nic_faults, stall_at_op) },
-    { "vanish_at_op", FIELD_COUNT, offsetof(struct nic_faults, vanish_at_op) },
-    { "die_after_ms", FIELD_NUMBER, offsetof(struct nic_faults, die_after_ms) },
-    { "stall_after_ms", FIELD_NUMBER, offsetof(struct nic_faults, stall_after_ms) },
-    { "vanish_after_ms", FIELD_NUMBER, offsetof(struct nic_faults, vanish_after_ms) },
-    { "recover_after_ms", FIELD_NUMBER, offsetof(struct nic_faults, recover_after_ms) },
-    { "slow", FIELD_NUMBER, offsetof(struct nic_faults, slow) },
-    { "eagain", FIELD_NUMBER, offsetof(struct nic_faults, eagain) },
+    {"error_at_op", FIELD_COUNT, offsetof(struct nic_faults, error_at_op)},
+    {"error_rate", FIELD_NUMBER, offsetof(struct nic_faults, error_rate)},
+    {"error_code", FIELD_CODE, offsetof(struct nic_faults, error_code)},
+    {"die_at_op", FIELD_COUNT, offsetof(struct nic_faults, die_at_op)},
+    {"stall_at_op", FIELD_COUNT, offsetof(struct nic_faults, stall_at_op)},
+    {"vanish_at_op", FIELD_COUNT, offsetof(struct nic_faults, vanish_at_op)},
+    {"die_after_ms", FIELD_NUMBER, offsetof(struct nic_faults, die_after_ms)},
+    {"stall_after_ms", FIELD_NUMBER, offsetof(struct nic_faults, stall_after_ms)},
+    {"vanish_after_ms", FIELD_NUMBER, offsetof(struct nic_faults, vanish_after_ms)},
+    {"recover_after_ms", FIELD_NUMBER, offsetof(struct nic_faults, recover_after_ms)},
+    {"slow", FIELD_NUMBER, offsetof(struct nic_faults, slow)},
+    {"eagain", FIELD_NUMBER, offsetof(struct nic_faults, eagain)},
 };
 enum { FIELD_TOTAL = sizeof FIELDS / sizeof FIELDS[0], MAX_PAIRS = 16 };
 
@@ -73,7 +73,8 @@ static bool value_in_range(const struct field *field, double value)
 }
 
 /* Reads "name=value". */
-static bool parse_pair(char *pair, const char *host_name, struct parsed_fault *fault, char *message, size_t size)
+static bool parse_pair(char *pair, const char *host_name, struct parsed_fault *fault, char *message,
+                       size_t size)
 {
     char *value = strchr(pair, '=');
     if (!value) {
@@ -102,7 +103,8 @@ static bool parse_pair(char *pair, const char *host_name, struct parsed_fault *f
     }
     const struct field *field = field_by_name(pair);
     if (!field || !value_in_range(field, number) || fault->value_count == MAX_PAIRS) {
-        snprintf(message, size, field ? "%s: %s is out of range" : "unknown fault '%s' (=%s)", pair, value);
+        snprintf(message, size, field ? "%s: %s is out of range" : "unknown fault '%s' (=%s)", pair,
+                 value);
         return false;
     }
     fault->fields[fault->value_count] = field;
@@ -121,8 +123,8 @@ static void store(struct nic_faults *faults, const struct field *field, double v
         *(double *)(void *)place = value;
 }
 
-bool faults_parse(const char *text, const char *host_name, struct nic_faults faults[SIMNIC_MAX_NICS],
-                  char *message, size_t message_size)
+bool faults_parse(const char *text, const char *host_name,
+                  struct nic_faults faults[SIMNIC_MAX_NICS], char *message, size_t message_size)
 {
     char copy[2048];
     if (strlen(text) >= sizeof copy) {
@@ -131,10 +133,12 @@ bool faults_parse(const char *text, const char *host_name, struct nic_faults fau
     }
     strcpy(copy, text);
     char *fault_rest = NULL;
-    for (char *one = strtok_r(copy, ";", &fault_rest); one; one = strtok_r(NULL, ";", &fault_rest)) {
-        struct parsed_fault fault = { .nic = -1, .applies = true };
+    for (char *one = strtok_r(copy, ";", &fault_rest); one;
+         one = strtok_r(NULL, ";", &fault_rest)) {
+        struct parsed_fault fault = {.nic = -1, .applies = true};
         char *pair_rest = NULL;
-        for (char *pair = strtok_r(one, ", ", &pair_rest); pair; pair = strtok_r(NULL, ", ", &pair_rest))
+        for (char *pair = strtok_r(one, ", ", &pair_rest); pair;
+             pair = strtok_r(NULL, ", ", &pair_rest))
             if (!parse_pair(pair, host_name, &fault, message, message_size))
                 return false;
         if (!fault.applies)
@@ -148,6 +152,6 @@ bool faults_parse(const char *text, const char *host_name, struct nic_faults fau
 
 bool faults_count_operations(const struct nic_faults *faults)
 {
-    return faults->error_at_op || faults->die_at_op || faults->stall_at_op || faults->vanish_at_op ||
-           faults->error_rate > 0;
+    return faults->error_at_op || faults->die_at_op || faults->stall_at_op ||
+           faults->vanish_at_op || faults->error_rate > 0;
 }

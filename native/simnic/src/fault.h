@@ -8,7 +8,8 @@
 
 #include "instance.h"
 
-/* What goes wrong on one NIC. A count of 0 and a time below 0 mean never. Operations count from 1. */
+/* What goes wrong on one NIC. A count of 0 and a time below 0 mean never. Operations count from 1.
+ */
 struct nic_faults {
     uint64_t error_at_op;
     double error_rate;
@@ -28,8 +29,8 @@ void faults_reset(struct nic_faults faults[SIMNIC_MAX_NICS]);
 
 /* Adds a list of faults. One with host=NAME counts only where that is this process's host name.
  * On failure message says what is wrong. */
-bool faults_parse(const char *text, const char *host_name, struct nic_faults faults[SIMNIC_MAX_NICS],
-                  char *message, size_t message_size);
+bool faults_parse(const char *text, const char *host_name,
+                  struct nic_faults faults[SIMNIC_MAX_NICS], char *message, size_t message_size);
 
 /* True when any operation on this NIC has to be counted. */
 bool faults_count_operations(const struct nic_faults *faults);

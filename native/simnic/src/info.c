@@ -29,12 +29,14 @@ static bool domain_matches(const struct fi_domain_attr *wanted, uint64_t caps)
     int needed = REGION_MODE | (caps & FI_HMEM ? FI_MR_HMEM : 0);
     if (!wanted)
         return true;
-    if (wanted->mr_mode != FI_MR_UNSPEC && wanted->mr_mode != FI_MR_BASIC && (wanted->mr_mode & needed) != needed)
+    if (wanted->mr_mode != FI_MR_UNSPEC && wanted->mr_mode != FI_MR_BASIC &&
+        (wanted->mr_mode & needed) != needed)
         return false;
     if (wanted->threading == FI_THREAD_FID || wanted->threading == FI_THREAD_ENDPOINT)
         return false;
     return wanted->cq_data_size <= 4 && wanted->mr_key_size <= 4 &&
-           (wanted->av_type == FI_AV_UNSPEC || wanted->av_type == FI_AV_TABLE || wanted->av_type == FI_AV_MAP);
+           (wanted->av_type == FI_AV_UNSPEC || wanted->av_type == FI_AV_TABLE ||
+            wanted->av_type == FI_AV_MAP);
 }
 
 static bool endpoint_matches(const struct fi_ep_attr *wanted)
@@ -51,11 +53,12 @@ static bool queues_match(const struct settings *settings, const struct fi_info *
 {
     const struct fi_tx_attr *send = hints->tx_attr;
     const struct fi_rx_attr *receive = hints->rx_attr;
-    if (send && (send->size > settings->transmit_queue_size || send->inject_size > SIMNIC_INJECT_BYTES ||
-                 send->iov_limit > 1 || send->rma_iov_limit > 1 || send->msg_order != 0))
+    if (send &&
+        (send->size > settings->transmit_queue_size || send->inject_size > SIMNIC_INJECT_BYTES ||
+         send->iov_limit > 1 || send->rma_iov_limit > 1 || send->msg_order != 0))
         return false;
-    return !receive ||
-           (receive->size <= settings->receive_queue_size && receive->iov_limit <= 1 && receive->msg_order == 0);
+    return !receive || (receive->size <= settings->receive_queue_size && receive->iov_limit <= 1 &&
+                        receive->msg_order == 0);
 }
 
 static bool hints_match(const struct settings *settings, const struct fi_info *hints)
@@ -81,14 +84,16 @@ static uint64_t granted_caps(const struct fi_info *hints)
     return caps;
 }
 
-static void set_queue_attributes(const struct settings *settings, const struct fi_info *hints, struct fi_info *info)
+static void set_queue_attributes(const struct settings *settings, const struct fi_info *hints,
+                                 struct fi_info *info)
 {
     bool has_send = hints && hints->tx_attr, has_receive = hints && hints->rx_attr;
     info->tx_attr->caps = info->caps & (SEND_CAPS | FI_HMEM);
     info->tx_attr->mode = info->mode;
     info->tx_attr->op_flags = has_send ? hints->tx_attr->op_flags : 0;
     info->tx_attr->inject_size = SIMNIC_INJECT_BYTES;
-    info->tx_attr->size = has_send && hints->tx_attr->size ? hints->tx_attr->size : settings->transmit_queue_size;
+    info->tx_attr->size =
+        has_send && hints->tx_attr->size ? hints->tx_attr->size : settings->transmit_queue_size;
     info->tx_attr->iov_limit = 1;
     info->tx_attr->rma_iov_limit = 1;
     info->rx_attr->caps = info->caps & (RECEIVE_CAPS | FI_HMEM);
@@ -111,8 +116,10 @@ static void set_domain_attributes(const struct fi_info *hints, struct fi_info *i
     const struct fi_domain_attr *wanted = hints ? hints->domain_attr : NULL;
     domain->threading = wanted && wanted->threading ? wanted->threading : FI_THREAD_SAFE;
     /* The manual page: automatic progress may be asked for, but manual is what there is. */
-    domain->control_progress = wanted && wanted->control_progress ? wanted->control_progress : FI_PROGRESS_MANUAL;
-    domain->data_progress = wanted && wanted->data_progress ? wanted->data_progress : FI_PROGRESS_MANUAL;
+    domain->control_progress =
+        wanted && wanted->control_progress ? wanted->control_progress : FI_PROGRESS_MANUAL;
+    domain->data_progress =
+        wanted && wanted->data_progress ? wanted->data_progress : FI_PROGRESS_MANUAL;
     domain->resource_mgmt = FI_RM_ENABLED;
     domain->av_type = FI_AV_TABLE;
     domain->mr_mode = REGION_MODE | (info->caps & FI_HMEM ? FI_MR_HMEM : 0);
@@ -131,7 +138,8 @@ static void set_domain_attributes(const struct fi_info *hints, struct fi_info *i
     domain->caps = DOMAIN_CAPS;
 }
 
-static bool set_names(const struct settings *settings, int nic, const char *fabric, struct fi_info *info)
+static bool set_names(const struct settings *settings, int nic, const char *fabric,
+                      struct fi_info *info)
 {
     struct simnic_address *address = calloc(1, sizeof *address);
     char name[SIMNIC_DEVICE_NAME_SIZE + sizeof "-rdm"];
@@ -188,15 +196,16 @@ static bool wants_device(const struct settings *settings, const struct fi_info *
            strcmp(hints->domain_attr->name + length, "-rdm") == 0;
 }
 
-int info_get(const struct libfabric *libfabric, const struct settings *settings, const struct fi_info *hints,
-             struct fi_info **result)
+int info_get(const struct libfabric *libfabric, const struct settings *settings,
+             const struct fi_info *hints, struct fi_info **result)
 {
     struct fi_info *first = NULL, **next = &first;
     if (!hints_match(settings, hints))
         return -FI_ENODATA;
     for (int fabric = 0; fabric < settings->fabric_count; fabric++) {
         for (int nic = 0; nic < settings->nic_count; nic++) {
-            if (!wants_fabric(hints, settings->fabrics[fabric]) || !wants_device(settings, hints, nic))
+            if (!wants_fabric(hints, settings->fabrics[fabric]) ||
+                !wants_device(settings, hints, nic))
                 continue;
             *next = new_info(libfabric, settings, hints, nic, settings->fabrics[fabric]);
             if (!*next) {

@@ -14,8 +14,8 @@ struct libfabric {
     void (*freeinfo)(struct fi_info *info);
 };
 
-int info_get(const struct libfabric *libfabric, const struct settings *settings, const struct fi_info *hints,
-             struct fi_info **result);
+int info_get(const struct libfabric *libfabric, const struct settings *settings,
+             const struct fi_info *hints, struct fi_info **result);
 
 /* The fi_nic of a device; NULL without memory. */
 struct fid_nic *nic_info_new(const struct settings *settings, int nic);

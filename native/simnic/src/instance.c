@@ -5,12 +5,19 @@
 /* The addresses of p4d and p5 are those the machines show: behind each switch the NICs, then the
  * GPUs. Of p5en only the first is known, of the p6 types none; the rest follows p5's pattern. */
 static const struct instance INSTANCES[] = {
-    { "p4d.24xlarge", 4, 1, 2, { 0x10, 0x20, 0x90, 0xa0 }, 0x1b, 100.0, 4096 },
-    { "p6-b200.48xlarge", 8, 1, 1, { 0x4f, 0x60, 0x71, 0x82, 0x93, 0xa4, 0xb5, 0xc6 }, 0, 400.0, 2048 },
-    { "p5en.48xlarge", 16, 2, 1, { 0x55, 0x66, 0x77, 0x88, 0x99, 0xaa, 0xbb, 0xcc }, 0, 200.0, 4096 },
-    { "p6-b300.48xlarge", 16, 2, 1, { 0x4f, 0x60, 0x71, 0x82, 0x93, 0xa4, 0xb5, 0xc6 }, 0, 400.0, 2048 },
-    { "p5.48xlarge", 32, 4, 1, { 0x4f, 0x60, 0x71, 0x82, 0x93, 0xa4, 0xb5, 0xc6 }, 0, 100.0, 4096 },
-    { "p5e.48xlarge", 32, 4, 1, { 0x4f, 0x60, 0x71, 0x82, 0x93, 0xa4, 0xb5, 0xc6 }, 0, 100.0, 4096 },
+    {"p4d.24xlarge", 4, 1, 2, {0x10, 0x20, 0x90, 0xa0}, 0x1b, 100.0, 4096},
+    {"p6-b200.48xlarge", 8, 1, 1, {0x4f, 0x60, 0x71, 0x82, 0x93, 0xa4, 0xb5, 0xc6}, 0, 400.0, 2048},
+    {"p5en.48xlarge", 16, 2, 1, {0x55, 0x66, 0x77, 0x88, 0x99, 0xaa, 0xbb, 0xcc}, 0, 200.0, 4096},
+    {"p6-b300.48xlarge",
+     16,
+     2,
+     1,
+     {0x4f, 0x60, 0x71, 0x82, 0x93, 0xa4, 0xb5, 0xc6},
+     0,
+     400.0,
+     2048},
+    {"p5.48xlarge", 32, 4, 1, {0x4f, 0x60, 0x71, 0x82, 0x93, 0xa4, 0xb5, 0xc6}, 0, 100.0, 4096},
+    {"p5e.48xlarge", 32, 4, 1, {0x4f, 0x60, 0x71, 0x82, 0x93, 0xa4, 0xb5, 0xc6}, 0, 100.0, 4096},
 };
 
 /* On p5 the root port's bus is eleven below that of the first device behind its switch. */
@@ -42,7 +49,8 @@ int instance_gpu_count(const struct instance *instance)
     return instance_switch_count(instance) * instance->gpus_per_switch;
 }
 
-static struct pci_place place_behind_switch(const struct instance *instance, int pci_switch, int position)
+static struct pci_place place_behind_switch(const struct instance *instance, int pci_switch,
+                                            int position)
 {
     struct pci_place place;
     uint8_t first_bus = instance->switch_bus[pci_switch];
@@ -60,7 +68,8 @@ static struct pci_place place_behind_switch(const struct instance *instance, int
 
 struct pci_place instance_nic_place(const struct instance *instance, int nic)
 {
-    return place_behind_switch(instance, nic / instance->nics_per_switch, nic % instance->nics_per_switch);
+    return place_behind_switch(instance, nic / instance->nics_per_switch,
+                               nic % instance->nics_per_switch);
 }
 
 struct pci_place instance_gpu_place(const struct instance *instance, int gpu)

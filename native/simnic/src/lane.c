@@ -22,7 +22,8 @@ struct batch {
 struct lane *lane_acquire(struct domain *domain, struct process_identity identity)
 {
     for (struct lane *lane = domain->lanes; lane; lane = lane->next)
-        if (lane->process->identity.pid == identity.pid && lane->process->identity.start_time == identity.start_time) {
+        if (lane->process->identity.pid == identity.pid &&
+            lane->process->identity.start_time == identity.start_time) {
             lane->references++;
             return lane;
         }
@@ -83,7 +84,8 @@ static void fill_batch(struct lane *lane, struct operation *first, struct batch 
 {
     uint64_t bytes = 0;
     batch->count = 0;
-    for (struct operation *operation = first; operation && batch->count < VISIT_SEGMENTS && bytes < CALL_BYTES;
+    for (struct operation *operation = first;
+         operation && batch->count < VISIT_SEGMENTS && bytes < CALL_BYTES;
          operation = operation->next) {
         uint64_t left = operation->length - operation->moved;
         uint64_t part = left < CALL_BYTES - bytes ? left : CALL_BYTES - bytes;
@@ -98,8 +100,9 @@ static void fill_batch(struct lane *lane, struct operation *first, struct batch 
     atomic_thread_fence(memory_order_seq_cst);
     for (int i = 0; i < batch->count; i++) {
         const struct operation *operation = batch->operations[i];
-        if (region_allows(lane->process->shared, operation->remote_key, operation->peer->remote->domain,
-                          operation->remote_address, operation->length,
+        if (region_allows(lane->process->shared, operation->remote_key,
+                          operation->peer->remote->domain, operation->remote_address,
+                          operation->length,
                           operation->kind == OPERATION_READ ? FI_REMOTE_READ : FI_REMOTE_WRITE))
             continue;
         lane->visit->remote[i].iov_len = 0;
@@ -107,7 +110,8 @@ static void fill_batch(struct lane *lane, struct operation *first, struct batch 
     }
 }
 
-static ssize_t move_within_process(struct batch *batch, const struct iovec *remote, enum direction direction)
+static ssize_t move_within_process(struct batch *batch, const struct iovec *remote,
+                                   enum direction direction)
 {
     size_t total = 0;
     for (int i = 0; i < batch->count; i++) {
@@ -147,7 +151,9 @@ static void say_refused_once(void)
 {
     static atomic_flag said = ATOMIC_FLAG_INIT;
     if (!atomic_flag_test_and_set(&said))
-        fprintf(stderr, "simnic: the kernel refuses process_vm_writev to another process (ptrace rights)\n");
+        fprintf(
+            stderr,
+            "simnic: the kernel refuses process_vm_writev to another process (ptrace rights)\n");
 }
 
 /* What a failed call means for the lane. */
@@ -157,8 +163,9 @@ static void handle_error(struct lane *lane, enum direction direction, int error)
         atomic_store_explicit(&lane->process->has_exited, true, memory_order_relaxed);
         while (lane->first[direction]) {
             struct operation *operation = take_first(lane, direction);
-            engine_fail_later(operation, operation->peer->has_answered ? PROVIDER_ERROR_UNRESPONSIVE_REMOTE
-                                                                       : PROVIDER_ERROR_UNREACHABLE_REMOTE);
+            engine_fail_later(operation, operation->peer->has_answered
+                                             ? PROVIDER_ERROR_UNRESPONSIVE_REMOTE
+                                             : PROVIDER_ERROR_UNREACHABLE_REMOTE);
         }
         return;
     }
@@ -170,7 +177,8 @@ static void handle_error(struct lane *lane, enum direction direction, int error)
 }
 
 /* Hands back what is finished. True when the lane got shorter or an operation got further. */
-static bool account(struct lane *lane, enum direction direction, const struct batch *batch, size_t moved)
+static bool account(struct lane *lane, enum direction direction, const struct batch *batch,
+                    size_t moved)
 {
     bool progress = false;
     for (int i = 0; i < batch->count; i++) {

@@ -15,9 +15,9 @@ static bool try_lock(struct shared_endpoint *endpoint)
     return result == 0;
 }
 
-enum deposit_result mailbox_deposit(struct shared_endpoint *endpoint, enum mail_kind kind, const void *payload,
-                                    uint64_t length, const uint64_t *data, const struct simnic_address *source,
-                                    uint64_t *ticket)
+enum deposit_result mailbox_deposit(struct shared_endpoint *endpoint, enum mail_kind kind,
+                                    const void *payload, uint64_t length, const uint64_t *data,
+                                    const struct simnic_address *source, uint64_t *ticket)
 {
     if (!try_lock(endpoint))
         return DEPOSIT_LATER;
@@ -115,7 +115,8 @@ void known_peers_remove(struct shared_endpoint *endpoint, uint64_t nic_number)
         atomic_store(&endpoint->known_peers[slot], SLOT_REMOVED);
 }
 
-bool known_peers_contain(const struct shared_endpoint *endpoint, uint64_t nic_number, uint32_t *slot)
+bool known_peers_contain(const struct shared_endpoint *endpoint, uint64_t nic_number,
+                         uint32_t *slot)
 {
     if (atomic_load_explicit(&endpoint->known_peers[*slot], memory_order_relaxed) == nic_number)
         return true;

@@ -10,9 +10,9 @@ enum deposit_result {
 };
 
 /* On DEPOSITED ticket is what mailbox_taken asks for. A message needs a posted receive. */
-enum deposit_result mailbox_deposit(struct shared_endpoint *endpoint, enum mail_kind kind, const void *payload,
-                                    uint64_t length, const uint64_t *data, const struct simnic_address *source,
-                                    uint64_t *ticket);
+enum deposit_result mailbox_deposit(struct shared_endpoint *endpoint, enum mail_kind kind,
+                                    const void *payload, uint64_t length, const uint64_t *data,
+                                    const struct simnic_address *source, uint64_t *ticket);
 
 /* True once the owner has taken that mail out. */
 bool mailbox_taken(const struct shared_endpoint *endpoint, uint64_t ticket);
@@ -29,6 +29,7 @@ bool mailbox_withdraw_credit(struct shared_endpoint *endpoint);
 void known_peers_add(struct shared_endpoint *endpoint, uint64_t nic_number);
 void known_peers_remove(struct shared_endpoint *endpoint, uint64_t nic_number);
 /* slot remembers where the number was found, for the next time. */
-bool known_peers_contain(const struct shared_endpoint *endpoint, uint64_t nic_number, uint32_t *slot);
+bool known_peers_contain(const struct shared_endpoint *endpoint, uint64_t nic_number,
+                         uint32_t *slot);
 
 #endif

@@ -23,7 +23,8 @@ struct memory_region {
 
 enum { RESIDENCY_PAGES = 65536 };
 
-static const uint64_t ALL_ACCESS = FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+static const uint64_t ALL_ACCESS =
+    FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
 
 static int close_region(struct fid *fid)
 {
@@ -39,8 +40,9 @@ static int close_region(struct fid *fid)
     return 0;
 }
 
-static struct fi_ops fid_ops = { sizeof fid_ops, close_region, unsupported_bind, unsupported_control,
-                                 unsupported_ops_open, NULL, NULL };
+static struct fi_ops fid_ops = {
+    sizeof fid_ops, close_region, unsupported_bind, unsupported_control, unsupported_ops_open,
+    NULL,           NULL};
 
 /* FI_MR_ALLOCATED: a device pins the pages, so they must be there. */
 static bool is_mapped(uint64_t address, uint64_t length)
@@ -62,11 +64,12 @@ static bool within_limits(const struct domain *domain, uint64_t length)
     const struct settings *settings = domain->settings;
     if (settings->max_region_bytes && length > settings->max_region_bytes)
         return false;
-    return !settings->max_registered_bytes || domain->registered_bytes + length <= settings->max_registered_bytes;
+    return !settings->max_registered_bytes ||
+           domain->registered_bytes + length <= settings->max_registered_bytes;
 }
 
-static int add_region(struct domain *domain, uint64_t address, uint64_t length, uint64_t access, bool is_device,
-                      struct fid_mr **result, void *context)
+static int add_region(struct domain *domain, uint64_t address, uint64_t length, uint64_t access,
+                      bool is_device, struct fid_mr **result, void *context)
 {
     if (length == 0 || address + length < address || access & ~ALL_ACCESS)
         return -FI_EINVAL;
@@ -99,23 +102,25 @@ static int add_region(struct domain *domain, uint64_t address, uint64_t length, 
     return 0;
 }
 
-static int register_memory(struct fid *fid, const void *buffer, size_t length, uint64_t access, uint64_t offset,
-                           uint64_t requested_key, uint64_t flags, struct fid_mr **result, void *context)
+static int register_memory(struct fid *fid, const void *buffer, size_t length, uint64_t access,
+                           uint64_t offset, uint64_t requested_key, uint64_t flags,
+                           struct fid_mr **result, void *context)
 {
     (void)offset;
     (void)requested_key;
     (void)flags;
-    return add_region((struct domain *)(void *)fid, (uintptr_t)buffer, length, access, false, result, context);
+    return add_region((struct domain *)(void *)fid, (uintptr_t)buffer, length, access, false,
+                      result, context);
 }
 
-static int register_vector(struct fid *fid, const struct iovec *segments, size_t count, uint64_t access,
-                           uint64_t offset, uint64_t requested_key, uint64_t flags, struct fid_mr **result,
-                           void *context)
+static int register_vector(struct fid *fid, const struct iovec *segments, size_t count,
+                           uint64_t access, uint64_t offset, uint64_t requested_key, uint64_t flags,
+                           struct fid_mr **result, void *context)
 {
     if (count != 1)
         return -FI_EINVAL;
-    return register_memory(fid, segments->iov_base, segments->iov_len, access, offset, requested_key, flags, result,
-                           context);
+    return register_memory(fid, segments->iov_base, segments->iov_len, access, offset,
+                           requested_key, flags, result, context);
 }
 
 static int register_attributes(struct fid *fid, const struct fi_mr_attr *attributes, uint64_t flags,
@@ -129,8 +134,8 @@ static int register_attributes(struct fid *fid, const struct fi_mr_attr *attribu
         return -FI_EINVAL;
     if (flags & FLAG_DMABUF) {
         const struct dmabuf_range *range = (const void *)attributes->mr_iov;
-        return add_region(domain, (uintptr_t)range->base + range->offset, range->length, attributes->access, true,
-                          result, attributes->context);
+        return add_region(domain, (uintptr_t)range->base + range->offset, range->length,
+                          attributes->access, true, result, attributes->context);
     }
     return add_region(domain, (uintptr_t)attributes->mr_iov->iov_base, attributes->mr_iov->iov_len,
                       attributes->access, is_device, result, attributes->context);

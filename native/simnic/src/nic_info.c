@@ -48,22 +48,28 @@ static int to_text(const struct fid *fid, char *text, size_t size)
 {
     const struct nic_info *info = (const struct nic_info *)(const void *)fid;
     const struct fi_pci_attr *pci = &info->bus.attr.pci;
-    snprintf(text, size,
-             "nic:\n    fi_device_attr:\n        name: %s\n        device_id: %s\n        driver: %s\n"
-             "    fi_bus_attr:\n        bus_type: FI_BUS_PCI\n        pci: %04x:%02x:%02x.%x\n"
-             "    fi_link_attr:\n        address: %s\n        mtu: %zu\n        speed: %zu\n",
-             info->name, info->device.device_id, info->device.driver, pci->domain_id, pci->bus_id, pci->device_id,
-             pci->function_id, info->address, info->link.mtu, info->link.speed);
+    snprintf(
+        text, size,
+        "nic:\n    fi_device_attr:\n        name: %s\n        device_id: %s\n        driver: %s\n"
+        "    fi_bus_attr:\n        bus_type: FI_BUS_PCI\n        pci: %04x:%02x:%02x.%x\n"
+        "    fi_link_attr:\n        address: %s\n        mtu: %zu\n        speed: %zu\n",
+        info->name, info->device.device_id, info->device.driver, pci->domain_id, pci->bus_id,
+        pci->device_id, pci->function_id, info->address, info->link.mtu, info->link.speed);
     return 0;
 }
 
-static struct fi_ops nic_fid_ops = { sizeof nic_fid_ops, close_info, unsupported_bind, duplicate,
-                                     unsupported_ops_open, to_text, NULL };
+static struct fi_ops nic_fid_ops = {sizeof nic_fid_ops,
+                                    close_info,
+                                    unsupported_bind,
+                                    duplicate,
+                                    unsupported_ops_open,
+                                    to_text,
+                                    NULL};
 
 struct fid_nic *nic_info_new(const struct settings *settings, int nic)
 {
-    static char device_id[] = "0xefa2", device_version[] = "0x0", vendor_id[] = "0x1d0f", driver[] = "efa",
-                firmware[] = "0.0.0.0", network_type[] = "Ethernet";
+    static char device_id[] = "0xefa2", device_version[] = "0x0", vendor_id[] = "0x1d0f",
+                driver[] = "efa", firmware[] = "0.0.0.0", network_type[] = "Ethernet";
     struct nic_info *info = calloc(1, sizeof *info);
     if (!info)
         return NULL;
@@ -82,7 +88,9 @@ struct fid_nic *nic_info_new(const struct settings *settings, int nic)
     info->bus.attr.pci.bus_id = place.bus;
     info->bus.attr.pci.device_id = place.slot;
     info->link.mtu = 8928;
-    info->link.speed = (size_t)((settings->rate_gbps > 0 ? settings->rate_gbps : settings->instance->speed_gbps) * 1e9);
+    info->link.speed =
+        (size_t)((settings->rate_gbps > 0 ? settings->rate_gbps : settings->instance->speed_gbps) *
+                 1e9);
     info->link.state = FI_LINK_UP;
     info->link.network_type = network_type;
     return &info->nic;

@@ -18,7 +18,7 @@ static struct number_map_entry *probe(const struct number_map *map, uint64_t key
 
 static bool grow(struct number_map *map)
 {
-    struct number_map larger = { NULL, map->capacity ? map->capacity * 2 : 64, map->count };
+    struct number_map larger = {NULL, map->capacity ? map->capacity * 2 : 64, map->count};
     larger.entries = calloc(larger.capacity, sizeof *larger.entries);
     if (!larger.entries)
         return false;
@@ -33,7 +33,7 @@ static bool grow(struct number_map *map)
 void number_map_free(struct number_map *map)
 {
     free(map->entries);
-    *map = (struct number_map){ NULL, 0, 0 };
+    *map = (struct number_map){NULL, 0, 0};
 }
 
 uint32_t *number_map_find(const struct number_map *map, uint64_t key)
@@ -64,7 +64,8 @@ void number_map_remove(struct number_map *map, uint64_t key)
     size_t hole = (size_t)(probe(map, key) - map->entries), mask = map->capacity - 1;
     map->entries[hole].key = 0;
     map->count--;
-    /* Entries that were pushed past the hole move back, so that probing never stops short of them. */
+    /* Entries that were pushed past the hole move back, so that probing never stops short of them.
+     */
     for (size_t at = (hole + 1) & mask; map->entries[at].key != 0; at = (at + 1) & mask) {
         size_t wanted = home(map, map->entries[at].key);
         if (((at - wanted) & mask) < ((at - hole) & mask))

@@ -184,7 +184,8 @@ static inline void domain_enter(struct domain *domain)
 {
     if (domain->is_locked)
         pthread_mutex_lock(&domain->mutex);
-    else if (domain->checks_threads && atomic_exchange_explicit(&domain->inside, 1, memory_order_acquire))
+    else if (domain->checks_threads &&
+             atomic_exchange_explicit(&domain->inside, 1, memory_order_acquire))
         domain_enter_contended(domain);
 }
 
@@ -215,22 +216,26 @@ static inline bool domain_chance(struct domain *domain, double probability)
 /* fi_ops entries for what an object does not do. */
 int unsupported_bind(struct fid *fid, struct fid *other, uint64_t flags);
 int unsupported_control(struct fid *fid, int command, void *argument);
-int unsupported_ops_open(struct fid *fid, const char *name, uint64_t flags, void **ops, void *context);
+int unsupported_ops_open(struct fid *fid, const char *name, uint64_t flags, void **ops,
+                         void *context);
 
 int fabric_open(struct fi_fabric_attr *attributes, struct fid_fabric **fabric, void *context);
-int domain_open(struct fid_fabric *fabric, struct fi_info *info, struct fid_domain **domain, void *context);
-int address_vector_open(struct fid_domain *domain, struct fi_av_attr *attributes, struct fid_av **result,
-                        void *context);
-int completion_queue_open(struct fid_domain *domain, struct fi_cq_attr *attributes, struct fid_cq **result,
-                          void *context);
-int endpoint_open(struct fid_domain *domain, struct fi_info *info, struct fid_ep **result, void *context);
+int domain_open(struct fid_fabric *fabric, struct fi_info *info, struct fid_domain **domain,
+                void *context);
+int address_vector_open(struct fid_domain *domain, struct fi_av_attr *attributes,
+                        struct fid_av **result, void *context);
+int completion_queue_open(struct fid_domain *domain, struct fi_cq_attr *attributes,
+                          struct fid_cq **result, void *context);
+int endpoint_open(struct fid_domain *domain, struct fi_info *info, struct fid_ep **result,
+                  void *context);
 extern struct fi_ops_mr memory_region_ops;
 extern struct fi_ops_msg message_ops;
 extern struct fi_ops_rma rma_ops;
 
 /* address_vector.c */
 struct peer *address_vector_peer(struct address_vector *vector, fi_addr_t address);
-fi_addr_t address_vector_find(const struct address_vector *vector, const struct simnic_address *address);
+fi_addr_t address_vector_find(const struct address_vector *vector,
+                              const struct simnic_address *address);
 void address_vector_publish(struct address_vector *vector, struct endpoint *endpoint);
 void peer_release(struct domain *domain, struct peer *peer);
 /* Finds the process and endpoint behind an address; false when they are not there. */

@@ -19,16 +19,17 @@ struct post_request {
     void *context;
 };
 
-static const uint64_t KNOWN_FLAGS = FI_REMOTE_CQ_DATA | FI_INJECT | FI_COMPLETION | FI_DELIVERY_COMPLETE |
-                                    FI_TRANSMIT_COMPLETE | FI_INJECT_COMPLETE | FI_MORE;
+static const uint64_t KNOWN_FLAGS = FI_REMOTE_CQ_DATA | FI_INJECT | FI_COMPLETION |
+                                    FI_DELIVERY_COMPLETE | FI_TRANSMIT_COMPLETE |
+                                    FI_INJECT_COMPLETE | FI_MORE;
 
 static uint32_t descriptor_key(const void *descriptor)
 {
     return (uint32_t)(uintptr_t)descriptor;
 }
 
-static bool descriptor_covers(const struct domain *domain, const void *descriptor, const void *buffer, size_t length,
-                              uint64_t access)
+static bool descriptor_covers(const struct domain *domain, const void *descriptor,
+                              const void *buffer, size_t length, uint64_t access)
 {
     return length == 0 || region_allows(domain->self, descriptor_key(descriptor), domain->number,
                                         (uintptr_t)buffer, length, access);
@@ -37,17 +38,18 @@ static bool descriptor_covers(const struct domain *domain, const void *descripto
 /* What can be told without the target; a real device checks the same in its driver. */
 static ssize_t check(const struct endpoint *endpoint, const struct post_request *request)
 {
-    static const uint64_t local_access[] = { [OPERATION_WRITE] = FI_WRITE,
-                                             [OPERATION_READ] = FI_READ,
-                                             [OPERATION_SEND] = FI_SEND };
+    static const uint64_t local_access[] = {
+        [OPERATION_WRITE] = FI_WRITE, [OPERATION_READ] = FI_READ, [OPERATION_SEND] = FI_SEND};
     if (!endpoint->shared)
         return -FI_EOPBADSTATE;
-    if (request->length > (request->kind == OPERATION_SEND ? MESSAGE_MAX_BYTES : SIMNIC_MAX_RMA_BYTES))
+    if (request->length >
+        (request->kind == OPERATION_SEND ? MESSAGE_MAX_BYTES : SIMNIC_MAX_RMA_BYTES))
         return -FI_EMSGSIZE;
     if (request->flags & ~KNOWN_FLAGS)
         return -FI_EOPNOTSUPP;
     if (request->flags & FI_INJECT)
-        return request->length > SIMNIC_INJECT_BYTES || request->kind == OPERATION_READ ? -FI_EINVAL : 0;
+        return request->length > SIMNIC_INJECT_BYTES || request->kind == OPERATION_READ ? -FI_EINVAL
+                                                                                        : 0;
     if (!descriptor_covers(endpoint->domain, request->descriptor, request->buffer, request->length,
                            local_access[request->kind]))
         return -FI_EINVAL;
@@ -100,8 +102,8 @@ static void book_line(struct domain *domain, struct operation *operation)
     if (peer_connect(domain, peer))
         target = &peer->lane->process->nics[peer->address.nic];
     if (nic_is_paced(domain->nic, target, latency_us))
-        operation->due_ns = nic_book(domain->nic, target, operation->kind == OPERATION_READ, operation->length,
-                                     latency_us, clock_ns());
+        operation->due_ns = nic_book(domain->nic, target, operation->kind == OPERATION_READ,
+                                     operation->length, latency_us, clock_ns());
 }
 
 static ssize_t post_alone(struct endpoint *endpoint, const struct post_request *request)
@@ -113,7 +115,8 @@ static ssize_t post_alone(struct endpoint *endpoint, const struct post_request *
     struct peer *peer = address_vector_peer(endpoint->address_vector, request->target);
     if (!peer)
         return -FI_EINVAL;
-    if (endpoint->outstanding >= endpoint->send_size || domain_chance(domain, domain->faults->eagain))
+    if (endpoint->outstanding >= endpoint->send_size ||
+        domain_chance(domain, domain->faults->eagain))
         return -FI_EAGAIN;
     struct operation *operation = endpoint->free_operations;
     endpoint->free_operations = operation->next;
@@ -156,48 +159,78 @@ static uint64_t default_flags(struct fid_ep *fid)
     return ((struct endpoint *)(void *)fid)->default_flags;
 }
 
-static ssize_t write_one(struct fid_ep *fid, const void *buffer, size_t length, void *descriptor, fi_addr_t target,
-                         uint64_t address, uint64_t key, void *context)
+static ssize_t write_one(struct fid_ep *fid, const void *buffer, size_t length, void *descriptor,
+                         fi_addr_t target, uint64_t address, uint64_t key, void *context)
 {
-    struct post_request request = { OPERATION_WRITE, buffer, length, descriptor, target, address, key, 0,
-                                    default_flags(fid), false, context };
+    struct post_request request = {OPERATION_WRITE, buffer, length, descriptor,         target,
+                                   address,         key,    0,      default_flags(fid), false,
+                                   context};
     return post(fid, &request);
 }
 
-static ssize_t write_with_data(struct fid_ep *fid, const void *buffer, size_t length, void *descriptor, uint64_t data,
-                               fi_addr_t target, uint64_t address, uint64_t key, void *context)
+static ssize_t write_with_data(struct fid_ep *fid, const void *buffer, size_t length,
+                               void *descriptor, uint64_t data, fi_addr_t target, uint64_t address,
+                               uint64_t key, void *context)
 {
-    struct post_request request = { OPERATION_WRITE, buffer, length, descriptor, target, address, key, data,
-                                    default_flags(fid) | FI_REMOTE_CQ_DATA, false, context };
+    struct post_request request = {OPERATION_WRITE,
+                                   buffer,
+                                   length,
+                                   descriptor,
+                                   target,
+                                   address,
+                                   key,
+                                   data,
+                                   default_flags(fid) | FI_REMOTE_CQ_DATA,
+                                   false,
+                                   context};
     return post(fid, &request);
 }
 
-static ssize_t write_inline(struct fid_ep *fid, const void *buffer, size_t length, fi_addr_t target, uint64_t address,
-                            uint64_t key)
+static ssize_t write_inline(struct fid_ep *fid, const void *buffer, size_t length, fi_addr_t target,
+                            uint64_t address, uint64_t key)
 {
-    struct post_request request = { OPERATION_WRITE, buffer, length, NULL, target, address, key, 0, FI_INJECT, true,
-                                    NULL };
+    struct post_request request = {OPERATION_WRITE, buffer, length, NULL, target, address, key, 0,
+                                   FI_INJECT,       true,   NULL};
     return post(fid, &request);
 }
 
-static ssize_t write_inline_with_data(struct fid_ep *fid, const void *buffer, size_t length, uint64_t data,
-                                      fi_addr_t target, uint64_t address, uint64_t key)
+static ssize_t write_inline_with_data(struct fid_ep *fid, const void *buffer, size_t length,
+                                      uint64_t data, fi_addr_t target, uint64_t address,
+                                      uint64_t key)
 {
-    struct post_request request = { OPERATION_WRITE, buffer, length, NULL, target, address, key, data,
-                                    FI_INJECT | FI_REMOTE_CQ_DATA, true, NULL };
+    struct post_request request = {OPERATION_WRITE,
+                                   buffer,
+                                   length,
+                                   NULL,
+                                   target,
+                                   address,
+                                   key,
+                                   data,
+                                   FI_INJECT | FI_REMOTE_CQ_DATA,
+                                   true,
+                                   NULL};
     return post(fid, &request);
 }
 
-static ssize_t read_one(struct fid_ep *fid, void *buffer, size_t length, void *descriptor, fi_addr_t target,
-                        uint64_t address, uint64_t key, void *context)
+static ssize_t read_one(struct fid_ep *fid, void *buffer, size_t length, void *descriptor,
+                        fi_addr_t target, uint64_t address, uint64_t key, void *context)
 {
-    struct post_request request = { OPERATION_READ, buffer, length, descriptor, target, address, key, 0,
-                                    default_flags(fid) & ~FI_INJECT, false, context };
+    struct post_request request = {OPERATION_READ,
+                                   buffer,
+                                   length,
+                                   descriptor,
+                                   target,
+                                   address,
+                                   key,
+                                   0,
+                                   default_flags(fid) & ~FI_INJECT,
+                                   false,
+                                   context};
     return post(fid, &request);
 }
 
-static ssize_t post_rma_message(struct fid_ep *fid, enum operation_kind kind, const struct fi_msg_rma *message,
-                                uint64_t flags)
+static ssize_t post_rma_message(struct fid_ep *fid, enum operation_kind kind,
+                                const struct fi_msg_rma *message, uint64_t flags)
 {
     if (message->iov_count > 1 || message->rma_iov_count != 1)
         return -FI_EINVAL;
@@ -230,22 +263,24 @@ static ssize_t read_message(struct fid_ep *fid, const struct fi_msg_rma *message
     return post_rma_message(fid, OPERATION_READ, message, flags);
 }
 
-static ssize_t write_vector(struct fid_ep *fid, const struct iovec *segments, void **descriptors, size_t count,
-                            fi_addr_t target, uint64_t address, uint64_t key, void *context)
+static ssize_t write_vector(struct fid_ep *fid, const struct iovec *segments, void **descriptors,
+                            size_t count, fi_addr_t target, uint64_t address, uint64_t key,
+                            void *context)
 {
     if (count != 1)
         return -FI_EINVAL;
-    return write_one(fid, segments->iov_base, segments->iov_len, descriptors ? descriptors[0] : NULL, target, address,
-                     key, context);
+    return write_one(fid, segments->iov_base, segments->iov_len,
+                     descriptors ? descriptors[0] : NULL, target, address, key, context);
 }
 
-static ssize_t read_vector(struct fid_ep *fid, const struct iovec *segments, void **descriptors, size_t count,
-                           fi_addr_t target, uint64_t address, uint64_t key, void *context)
+static ssize_t read_vector(struct fid_ep *fid, const struct iovec *segments, void **descriptors,
+                           size_t count, fi_addr_t target, uint64_t address, uint64_t key,
+                           void *context)
 {
     if (count != 1)
         return -FI_EINVAL;
-    return read_one(fid, segments->iov_base, segments->iov_len, descriptors ? descriptors[0] : NULL, target, address,
-                    key, context);
+    return read_one(fid, segments->iov_base, segments->iov_len, descriptors ? descriptors[0] : NULL,
+                    target, address, key, context);
 }
 
 struct fi_ops_rma rma_ops = {
@@ -261,42 +296,54 @@ struct fi_ops_rma rma_ops = {
     .injectdata = write_inline_with_data,
 };
 
-static ssize_t send_one(struct fid_ep *fid, const void *buffer, size_t length, void *descriptor, fi_addr_t target,
-                        void *context)
+static ssize_t send_one(struct fid_ep *fid, const void *buffer, size_t length, void *descriptor,
+                        fi_addr_t target, void *context)
 {
-    struct post_request request = { OPERATION_SEND, buffer, length, descriptor, target, 0, 0, 0, default_flags(fid),
-                                    false, context };
+    struct post_request request = {OPERATION_SEND,     buffer, length, descriptor, target, 0, 0, 0,
+                                   default_flags(fid), false,  context};
     return post(fid, &request);
 }
 
-static ssize_t send_with_data(struct fid_ep *fid, const void *buffer, size_t length, void *descriptor, uint64_t data,
-                              fi_addr_t target, void *context)
+static ssize_t send_with_data(struct fid_ep *fid, const void *buffer, size_t length,
+                              void *descriptor, uint64_t data, fi_addr_t target, void *context)
 {
-    struct post_request request = { OPERATION_SEND, buffer, length, descriptor, target, 0, 0, data,
-                                    default_flags(fid) | FI_REMOTE_CQ_DATA, false, context };
+    struct post_request request = {OPERATION_SEND,
+                                   buffer,
+                                   length,
+                                   descriptor,
+                                   target,
+                                   0,
+                                   0,
+                                   data,
+                                   default_flags(fid) | FI_REMOTE_CQ_DATA,
+                                   false,
+                                   context};
     return post(fid, &request);
 }
 
 static ssize_t send_inline(struct fid_ep *fid, const void *buffer, size_t length, fi_addr_t target)
 {
-    struct post_request request = { OPERATION_SEND, buffer, length, NULL, target, 0, 0, 0, FI_INJECT, true, NULL };
+    struct post_request request = {OPERATION_SEND, buffer, length, NULL, target, 0, 0, 0,
+                                   FI_INJECT,      true,   NULL};
     return post(fid, &request);
 }
 
-static ssize_t send_inline_with_data(struct fid_ep *fid, const void *buffer, size_t length, uint64_t data,
-                                     fi_addr_t target)
+static ssize_t send_inline_with_data(struct fid_ep *fid, const void *buffer, size_t length,
+                                     uint64_t data, fi_addr_t target)
 {
-    struct post_request request = { OPERATION_SEND, buffer, length, NULL, target, 0, 0, data,
-                                    FI_INJECT | FI_REMOTE_CQ_DATA, true, NULL };
+    struct post_request request = {
+        OPERATION_SEND, buffer, length, NULL, target, 0, 0, data, FI_INJECT | FI_REMOTE_CQ_DATA,
+        true,           NULL};
     return post(fid, &request);
 }
 
-static ssize_t send_vector(struct fid_ep *fid, const struct iovec *segments, void **descriptors, size_t count,
-                           fi_addr_t target, void *context)
+static ssize_t send_vector(struct fid_ep *fid, const struct iovec *segments, void **descriptors,
+                           size_t count, fi_addr_t target, void *context)
 {
     if (count != 1)
         return -FI_EINVAL;
-    return send_one(fid, segments->iov_base, segments->iov_len, descriptors ? descriptors[0] : NULL, target, context);
+    return send_one(fid, segments->iov_base, segments->iov_len, descriptors ? descriptors[0] : NULL,
+                    target, context);
 }
 
 static ssize_t send_message(struct fid_ep *fid, const struct fi_msg *message, uint64_t flags)
@@ -318,8 +365,8 @@ static ssize_t send_message(struct fid_ep *fid, const struct fi_msg *message, ui
     return post(fid, &request);
 }
 
-static ssize_t receive_one(struct fid_ep *fid, void *buffer, size_t length, void *descriptor, fi_addr_t source,
-                           void *context)
+static ssize_t receive_one(struct fid_ep *fid, void *buffer, size_t length, void *descriptor,
+                           fi_addr_t source, void *context)
 {
     struct endpoint *endpoint = (struct endpoint *)(void *)fid;
     ssize_t result = 0;
@@ -333,7 +380,7 @@ static ssize_t receive_one(struct fid_ep *fid, void *buffer, size_t length, void
         result = -FI_EAGAIN;
     if (result == 0) {
         uint64_t slot = endpoint->receive_tail++ % endpoint->receive_size;
-        endpoint->receives[slot] = (struct posted_receive){ buffer, context, length };
+        endpoint->receives[slot] = (struct posted_receive){buffer, context, length};
         if (endpoint->is_direct && context)
             memset(context, 0xa5, sizeof(struct fi_context2));
         mailbox_add_credit(endpoint->shared);
@@ -342,20 +389,21 @@ static ssize_t receive_one(struct fid_ep *fid, void *buffer, size_t length, void
     return result;
 }
 
-static ssize_t receive_vector(struct fid_ep *fid, const struct iovec *segments, void **descriptors, size_t count,
-                              fi_addr_t source, void *context)
+static ssize_t receive_vector(struct fid_ep *fid, const struct iovec *segments, void **descriptors,
+                              size_t count, fi_addr_t source, void *context)
 {
     if (count != 1)
         return -FI_EINVAL;
-    return receive_one(fid, segments->iov_base, segments->iov_len, descriptors ? descriptors[0] : NULL, source,
-                       context);
+    return receive_one(fid, segments->iov_base, segments->iov_len,
+                       descriptors ? descriptors[0] : NULL, source, context);
 }
 
 static ssize_t receive_message(struct fid_ep *fid, const struct fi_msg *message, uint64_t flags)
 {
     if (flags & ~KNOWN_FLAGS)
         return -FI_EOPNOTSUPP;
-    return receive_vector(fid, message->msg_iov, message->desc, message->iov_count, message->addr, message->context);
+    return receive_vector(fid, message->msg_iov, message->desc, message->iov_count, message->addr,
+                          message->context);
 }
 
 struct fi_ops_msg message_ops = {

@@ -15,7 +15,8 @@
 
 enum { START_TIME_FIELD = 22, FIRST_FIELD_AFTER_NAME = 3 };
 
-/* Reads /proc/.../stat; the name in it may hold spaces and brackets, so fields count from the last ')'. */
+/* Reads /proc/.../stat; the name in it may hold spaces and brackets, so fields count from the last
+ * ')'. */
 static bool read_stat(const char *path, char *state, uint64_t *start_time)
 {
     char text[1024];
@@ -51,7 +52,7 @@ static bool read_process_stat(uint32_t pid, char *state, uint64_t *start_time)
 
 struct process_identity process_self(void)
 {
-    struct process_identity identity = { (uint32_t)getpid(), 0 };
+    struct process_identity identity = {(uint32_t)getpid(), 0};
     char state;
     read_process_stat(identity.pid, &state, &identity.start_time);
     return identity;
@@ -79,7 +80,7 @@ int process_open_handle(struct process_identity identity)
 
 bool process_handle_has_exited(int handle)
 {
-    struct pollfd poll_entry = { handle, POLLIN, 0 };
+    struct pollfd poll_entry = {handle, POLLIN, 0};
     return poll(&poll_entry, 1, 0) > 0;
 }
 

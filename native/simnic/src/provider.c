@@ -45,8 +45,8 @@ static void *library_symbol(void *library, const char *name)
     return symbol;
 }
 
-/* The copy of libfabric that calls: found by the address it returns to, since it may have been loaded
- * under any name and without RTLD_GLOBAL, beside other copies. */
+/* The copy of libfabric that calls: found by the address it returns to, since it may have been
+ * loaded under any name and without RTLD_GLOBAL, beside other copies. */
 static void *calling_library(const void *return_address)
 {
     Dl_info caller;
@@ -60,8 +60,8 @@ static void *calling_library(const void *return_address)
 }
 
 /* The provider is linked with no libfabric, so that one file serves all versions: it takes the
- * functions of the copy that loads it, in their newest form, since fi_info must have the layout that
- * this copy works with. */
+ * functions of the copy that loads it, in their newest form, since fi_info must have the layout
+ * that this copy works with. */
 FI_EXT_INI
 {
     void *library = calling_library(__builtin_return_address(0));

@@ -1,10 +1,10 @@
 #include "region_table.h"
 
-#include <sched.h>
 #include <stdlib.h>
 #include <sys/random.h>
+#include <unistd.h>
 
-enum { SPINS_BEFORE_LOOKING = 200 };
+enum { WAIT_US = 20, TURNS_BEFORE_LOOKING = 10 };
 
 static pthread_mutex_t table_mutex = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t keys_tried; /* by this process; keys wrap after 2^32 and are refused from then on */
@@ -37,8 +37,8 @@ uint32_t region_add(uint32_t domain, uint64_t address, uint64_t length, uint64_t
     return key;
 }
 
-bool region_allows(const struct shared_process *owner, uint32_t key, uint32_t domain, uint64_t address,
-                   uint64_t length, uint64_t access)
+bool region_allows(const struct shared_process *owner, uint32_t key, uint32_t domain,
+                   uint64_t address, uint64_t length, uint64_t access)
 {
     const struct shared_region *region = &owner->regions[key % REGION_CAPACITY];
     if (key == 0 || atomic_load(&region->key) != key)
@@ -51,15 +51,15 @@ bool region_allows(const struct shared_process *owner, uint32_t key, uint32_t do
     atomic_thread_fence(memory_order_acquire);
     if (atomic_load_explicit(&region->key, memory_order_relaxed) != key)
         return false;
-    return of_domain == domain && (granted & access) == access && address >= start && address - start <= size &&
-           length <= size - (address - start);
+    return of_domain == domain && (granted & access) == access && address >= start &&
+           address - start <= size && length <= size - (address - start);
 }
 
 static bool try_claim(struct shared_visit *visit, struct process_identity identity)
 {
     uint32_t holder = atomic_load(&visit->pid);
     if (holder != 0) {
-        struct process_identity other = { holder, atomic_load(&visit->start_time) };
+        struct process_identity other = {holder, atomic_load(&visit->start_time)};
         /* A start time of 0 belongs to a claim that is just being made. */
         if (other.start_time == 0 || process_is_alive(other))
             return false;
@@ -84,7 +84,8 @@ struct shared_visit *visit_claim(struct shared_process *owner)
                 continue;
             if (!try_claim(visit, identity))
                 continue;
-            while (count < i + 1 && !atomic_compare_exchange_weak(&owner->visit_count, &count, i + 1))
+            while (count < i + 1 &&
+                   !atomic_compare_exchange_weak(&owner->visit_count, &count, i + 1))
                 ;
             return visit;
         }
@@ -128,14 +129,17 @@ static void wait_for_visitor(struct shared_visit *visit)
     uint32_t own_pid = registry_self_identity().pid;
     if (!(sequence & 1))
         return;
-    for (unsigned spins = 1; atomic_load(&visit->sequence) == sequence; spins++) {
-        sched_yield();
-        if (spins % SPINS_BEFORE_LOOKING != 0)
+    for (int turns = 1; atomic_load(&visit->sequence) == sequence; turns++) {
+        /* Sleeping, since a yield on a busy machine can cost a tenth of a second. */
+        usleep(WAIT_US);
+        if (turns % TURNS_BEFORE_LOOKING != 0)
             continue;
-        struct process_identity visitor = { atomic_load(&visit->pid), atomic_load(&visit->start_time) };
+        struct process_identity visitor = {atomic_load(&visit->pid),
+                                           atomic_load(&visit->start_time)};
         if (visitor.pid == 0 || (visitor.start_time != 0 && !process_is_alive(visitor)))
             return;
-        if (visitor.pid != own_pid && revoke_stopped(visit, visitor.pid, atomic_load(&visit->thread)))
+        if (visitor.pid != own_pid &&
+            revoke_stopped(visit, visitor.pid, atomic_load(&visit->thread)))
             return;
     }
 }

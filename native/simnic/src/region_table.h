@@ -11,8 +11,8 @@ uint32_t region_add(uint32_t domain, uint64_t address, uint64_t length, uint64_t
 void region_remove(uint32_t key);
 
 /* True when the key names a region of that domain which holds the range and grants the access. */
-bool region_allows(const struct shared_process *owner, uint32_t key, uint32_t domain, uint64_t address,
-                   uint64_t length, uint64_t access);
+bool region_allows(const struct shared_process *owner, uint32_t key, uint32_t domain,
+                   uint64_t address, uint64_t length, uint64_t access);
 
 /* A place among the owner's visitors; NULL when all are taken. */
 struct shared_visit *visit_claim(struct shared_process *owner);

@@ -29,7 +29,8 @@ static void process_path(char path[PATH_SIZE], struct process_identity identity)
              (unsigned long long)identity.start_time);
 }
 
-static void endpoint_path(char path[PATH_SIZE], struct process_identity identity, uint16_t queue_pair)
+static void endpoint_path(char path[PATH_SIZE], struct process_identity identity,
+                          uint16_t queue_pair)
 {
     snprintf(path, PATH_SIZE, DIRECTORY PROCESS_PREFIX "%u.%llu.e%u", identity.pid,
              (unsigned long long)identity.start_time, queue_pair);
@@ -59,7 +60,8 @@ static void *open_file(const char *path, size_t size)
     int file = open(path, O_RDWR | O_CLOEXEC);
     if (file < 0)
         return NULL;
-    void *memory = fstat(file, &status) == 0 && (size_t)status.st_size == size ? map_file(file, size) : NULL;
+    void *memory =
+        fstat(file, &status) == 0 && (size_t)status.st_size == size ? map_file(file, size) : NULL;
     close(file);
     return memory;
 }
@@ -88,7 +90,8 @@ static void sweep(void)
         snprintf(path, sizeof path, DIRECTORY "%s", entry->d_name);
         if (strncmp(entry->d_name, HOST_PREFIX, strlen(HOST_PREFIX)) == 0) {
             sweep_host_file(path);
-        } else if (sscanf(entry->d_name, PROCESS_PREFIX "%u.%llu", &identity.pid, &start_time) == 2) {
+        } else if (sscanf(entry->d_name, PROCESS_PREFIX "%u.%llu", &identity.pid, &start_time) ==
+                   2) {
             identity.start_time = start_time;
             if (!process_is_alive(identity))
                 unlink(path);
@@ -201,7 +204,8 @@ static struct remote_process *attach_new(struct process_identity identity)
     if (!process)
         return NULL;
     process->identity = identity;
-    process->is_self = identity.pid == self_identity.pid && identity.start_time == self_identity.start_time;
+    process->is_self =
+        identity.pid == self_identity.pid && identity.start_time == self_identity.start_time;
     process->handle = -1;
     if (process->is_self) {
         process->shared = self;
@@ -232,7 +236,8 @@ struct remote_process *registry_attach(struct process_identity identity)
         return NULL;
     pthread_mutex_lock(&registry_mutex);
     for (process = attached; process; process = process->next)
-        if (process->identity.pid == identity.pid && process->identity.start_time == identity.start_time)
+        if (process->identity.pid == identity.pid &&
+            process->identity.start_time == identity.start_time)
             break;
     if (!process) {
         process = attach_new(identity);
@@ -274,7 +279,8 @@ bool registry_has_exited(struct remote_process *process)
     if (process->is_self || atomic_load_explicit(&process->has_exited, memory_order_relaxed))
         return !process->is_self;
     uint64_t now = clock_ns();
-    if (now - atomic_load_explicit(&process->checked_ns, memory_order_relaxed) < EXIT_CHECK_INTERVAL_NS)
+    if (now - atomic_load_explicit(&process->checked_ns, memory_order_relaxed) <
+        EXIT_CHECK_INTERVAL_NS)
         return false;
     atomic_store_explicit(&process->checked_ns, now, memory_order_relaxed);
     if (!process_handle_has_exited(process->handle))
@@ -334,7 +340,8 @@ uint64_t registry_host_number(void)
     if (settings && *settings->host_name)
         snprintf(text, sizeof text, "%s", settings->host_name);
     else
-        snprintf(text, sizeof text, "%u.%llu", self_identity.pid, (unsigned long long)self_identity.start_time);
+        snprintf(text, sizeof text, "%u.%llu", self_identity.pid,
+                 (unsigned long long)self_identity.start_time);
     for (const char *c = text; *c; c++)
         hash = (hash ^ (uint8_t)*c) * 1099511628211u;
     return hash & 0x00ffffffffffffffu;

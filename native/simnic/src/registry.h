@@ -32,7 +32,8 @@ bool registry_has_exited(struct remote_process *process);
 
 struct shared_endpoint *registry_create_endpoint(uint16_t queue_pair);
 void registry_remove_endpoint(struct shared_endpoint *endpoint, uint16_t queue_pair);
-struct shared_endpoint *registry_map_endpoint(struct process_identity identity, uint16_t queue_pair);
+struct shared_endpoint *registry_map_endpoint(struct process_identity identity,
+                                              uint16_t queue_pair);
 void registry_unmap_endpoint(struct shared_endpoint *endpoint);
 
 /* The bytes 8 to 15 of the GIDs of this process's host; the last one is left to the NIC. */

@@ -76,11 +76,13 @@ static bool read_instance(struct settings *settings)
         settings->instance = instance_by_nic_count(nic_count ? (int)nic_count : 16);
     }
     if (nic_count > (size_t)settings->instance->nic_count)
-        return complain("EFA_KV_SIM_NICS", getenv("EFA_KV_SIM_NICS"), "more than the instance type has");
+        return complain("EFA_KV_SIM_NICS", getenv("EFA_KV_SIM_NICS"),
+                        "more than the instance type has");
     settings->nic_count = nic_count ? (int)nic_count : settings->instance->nic_count;
     for (int nic = 0; nic < settings->nic_count; nic++) {
         struct pci_place place = instance_nic_place(settings->instance, nic);
-        snprintf(settings->device_names[nic], SIMNIC_DEVICE_NAME_SIZE, "rdmap%us%u", place.bus, place.slot);
+        snprintf(settings->device_names[nic], SIMNIC_DEVICE_NAME_SIZE, "rdmap%us%u", place.bus,
+                 place.slot);
     }
     return true;
 }
@@ -97,7 +99,8 @@ static bool read_fabrics(struct settings *settings)
         return true;
     }
     if (strcmp(text, "efa,efa-direct") != 0 && strcmp(text, "efa-direct,efa") != 0)
-        return complain("EFA_KV_SIM_FABRICS", text, "expected efa, efa-direct, or both with a comma");
+        return complain("EFA_KV_SIM_FABRICS", text,
+                        "expected efa, efa-direct, or both with a comma");
     bool direct_first = strcmp(text, "efa-direct,efa") == 0;
     settings->fabrics[0] = direct_first ? "efa-direct" : "efa";
     settings->fabrics[1] = direct_first ? "efa" : "efa-direct";

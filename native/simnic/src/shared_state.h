@@ -112,7 +112,8 @@ static inline uint64_t address_process(struct process_identity identity)
 
 static inline struct process_identity address_identity(const struct simnic_address *address)
 {
-    struct process_identity identity = { (uint32_t)(address->process & 0xffffff), address->process >> 24 };
+    struct process_identity identity = {(uint32_t)(address->process & 0xffffff),
+                                        address->process >> 24};
     return identity;
 }
 

@@ -49,8 +49,8 @@ static void make_link(const char *target, const char *path)
         has_failed = true;
 }
 
-static void write_device_files(const char *directory, const struct pci_place *place, const char *class,
-                               const char *vendor, const char *device)
+static void write_device_files(const char *directory, const struct pci_place *place,
+                               const char *class, const char *vendor, const char *device)
 {
     write_file(directory, "class", "%s\n", class);
     write_file(directory, "vendor", "%s\n", vendor);
@@ -59,17 +59,20 @@ static void write_device_files(const char *directory, const struct pci_place *pl
 }
 
 /* Root port, switch, port of the switch, device: the depth that a p5 shows. */
-static void write_pci_device(const char *root, const struct pci_place *place, int port, const char *class,
-                             const char *vendor, const char *device, const char *rdma_name)
+static void write_pci_device(const char *root, const struct pci_place *place, int port,
+                             const char *class, const char *vendor, const char *device,
+                             const char *rdma_name)
 {
     char relative[128], directory[PATH_SIZE], link[PATH_SIZE + 64], target[256];
     snprintf(relative, sizeof relative,
-             "devices/pci0000:%02x/0000:%02x:00.0/0000:%02x:00.0/0000:%02x:01.%x/0000:%02x:%02x.0", place->root_bus,
-             place->root_bus, place->root_bus + 1, place->root_bus + 2, port, place->bus, place->slot);
+             "devices/pci0000:%02x/0000:%02x:00.0/0000:%02x:00.0/0000:%02x:01.%x/0000:%02x:%02x.0",
+             place->root_bus, place->root_bus, place->root_bus + 1, place->root_bus + 2, port,
+             place->bus, place->slot);
     snprintf(directory, sizeof directory, "%s/%s", root, relative);
     make_directories(directory);
     write_device_files(directory, place, class, vendor, device);
-    snprintf(link, sizeof link, "%s/bus/pci/devices/0000:%02x:%02x.0", root, place->bus, place->slot);
+    snprintf(link, sizeof link, "%s/bus/pci/devices/0000:%02x:%02x.0", root, place->bus,
+             place->slot);
     snprintf(target, sizeof target, "../../../%s", relative);
     make_link(target, link);
     if (!rdma_name)
@@ -96,14 +99,14 @@ bool sysfs_write(const struct settings *settings)
         make_directories(directory);
         for (int nic = 0; nic < settings->nic_count; nic++) {
             struct pci_place place = instance_nic_place(instance, nic);
-            write_pci_device(settings->sysfs_directory, &place, nic % instance->nics_per_switch, "0x020000", "0x1d0f",
-                             "0xefa2", settings->device_names[nic]);
+            write_pci_device(settings->sysfs_directory, &place, nic % instance->nics_per_switch,
+                             "0x020000", "0x1d0f", "0xefa2", settings->device_names[nic]);
         }
         for (int gpu = 0; gpu < instance_gpu_count(instance); gpu++) {
             struct pci_place place = instance_gpu_place(instance, gpu);
             write_pci_device(settings->sysfs_directory, &place,
-                             instance->nics_per_switch + gpu % instance->gpus_per_switch, "0x030200", "0x10de",
-                             "0x2330", NULL);
+                             instance->nics_per_switch + gpu % instance->gpus_per_switch,
+                             "0x030200", "0x10de", "0x2330", NULL);
         }
     }
     if (has_failed)

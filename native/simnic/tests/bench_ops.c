@@ -1,5 +1,6 @@
 /* How many operations per second the provider itself allows: one process posts writes (or reads) to
- * another one and collects the completions. Run it with EFA_KV_SIM_NO_COPY=1 to time software alone.
+ * another one and collects the completions. Run it with EFA_KV_SIM_NO_COPY=1 to time software
+ * alone.
  *
  *   bench_ops [bytes [operations [window [nics [read]]]]]
  */
@@ -34,8 +35,8 @@ struct progress {
     long done;
 };
 
-static void post_up_to(struct rail *rail, const struct remote *remote, struct progress *progress, long limit,
-                       struct fi_context2 *contexts)
+static void post_up_to(struct rail *rail, const struct remote *remote, struct progress *progress,
+                       long limit, struct fi_context2 *contexts)
 {
     size_t places = rail->memory_bytes / bytes;
     while (progress->posted < limit && progress->posted - progress->done < window) {
@@ -43,10 +44,10 @@ static void post_up_to(struct rail *rail, const struct remote *remote, struct pr
         size_t offset = ((size_t)progress->posted * 7919 % places) * bytes;
         void *context = &contexts[progress->posted % window];
         ssize_t result =
-            is_read ? fi_read(rail->endpoint, rail->memory + offset, bytes, rail->descriptor, remote->address,
-                              remote->memory + offset, remote->key, context)
-                    : fi_write(rail->endpoint, rail->memory + offset, bytes, rail->descriptor, remote->address,
-                               remote->memory + offset, remote->key, context);
+            is_read ? fi_read(rail->endpoint, rail->memory + offset, bytes, rail->descriptor,
+                              remote->address, remote->memory + offset, remote->key, context)
+                    : fi_write(rail->endpoint, rail->memory + offset, bytes, rail->descriptor,
+                               remote->address, remote->memory + offset, remote->key, context);
         if (result == -FI_EAGAIN)
             return;
         CHECK_EQUAL(result, 0);
@@ -65,7 +66,7 @@ static void initiator(int socket, pid_t target)
     (void)target;
     CHECK(contexts);
     for (int nic = 0; nic < nic_count; nic++) {
-        rail_open(&rails[nic], (struct rail_options){ .nic = nic, .memory_bytes = memory_bytes() });
+        rail_open(&rails[nic], (struct rail_options){.nic = nic, .memory_bytes = memory_bytes()});
         exchange(&rails[nic], socket, &remotes[nic]);
     }
     double start = now_s(), cpu_start = cpu_s();
@@ -81,10 +82,12 @@ static void initiator(int socket, pid_t target)
         }
     }
     double elapsed = now_s() - start, cpu = cpu_s() - cpu_start;
-    printf("%s %zu bytes, %d NIC%s, window %ld: %.2f Mops/s, %.0f ns CPU per operation, %.2f GB/s%s\n",
-           is_read ? "read" : "write", bytes, nic_count, nic_count > 1 ? "s" : "", window,
-           (double)done / elapsed / 1e6, cpu / (double)done * 1e9, (double)done * (double)bytes / elapsed / 1e9,
-           getenv("EFA_KV_SIM_NO_COPY") ? " (not copied)" : "");
+    printf(
+        "%s %zu bytes, %d NIC%s, window %ld: %.2f Mops/s, %.0f ns CPU per operation, %.2f GB/s%s\n",
+        is_read ? "read" : "write", bytes, nic_count, nic_count > 1 ? "s" : "", window,
+        (double)done / elapsed / 1e6, cpu / (double)done * 1e9,
+        (double)done * (double)bytes / elapsed / 1e9,
+        getenv("EFA_KV_SIM_NO_COPY") ? " (not copied)" : "");
     send_word(socket, 0);
     for (int nic = 0; nic < nic_count; nic++)
         rail_close(&rails[nic]);
@@ -97,10 +100,10 @@ static void target(int socket, pid_t self)
     struct remote remote;
     (void)self;
     for (int nic = 0; nic < nic_count; nic++) {
-        rail_open(&rails[nic], (struct rail_options){ .nic = nic, .memory_bytes = memory_bytes() });
+        rail_open(&rails[nic], (struct rail_options){.nic = nic, .memory_bytes = memory_bytes()});
         exchange(&rails[nic], socket, &remote);
     }
-    struct timeval forever = { 0, 0 };
+    struct timeval forever = {0, 0};
     CHECK_EQUAL(setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &forever, sizeof forever), 0);
     receive_word(socket);
     for (int nic = 0; nic < nic_count; nic++)
@@ -118,7 +121,8 @@ int main(int count, char **arguments)
     if (count > 4)
         nic_count = (int)strtol(arguments[4], NULL, 0);
     is_read = count > 5 && strcmp(arguments[5], "read") == 0;
-    if (bytes == 0 || operations < nic_count || window < 1 || nic_count < 1 || nic_count > MAX_NICS) {
+    if (bytes == 0 || operations < nic_count || window < 1 || nic_count < 1 ||
+        nic_count > MAX_NICS) {
         fprintf(stderr, "usage: bench_ops [bytes [operations [window [nics [read]]]]]\n");
         return 2;
     }

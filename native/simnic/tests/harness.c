@@ -1,6 +1,7 @@
-#include <sched.h>
 #include "harness.h"
 
+#include <errno.h>
+#include <sched.h>
 #include <signal.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -44,9 +45,9 @@ void endpoint_create(struct rail *rail)
 
 void rail_open(struct rail *rail, struct rail_options options)
 {
-    struct fi_eq_attr event_attributes = { 0 };
-    struct fi_av_attr address_attributes = { .type = FI_AV_TABLE };
-    struct fi_cq_attr queue_attributes = { .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_NONE };
+    struct fi_eq_attr event_attributes = {0};
+    struct fi_av_attr address_attributes = {.type = FI_AV_TABLE};
+    struct fi_cq_attr queue_attributes = {.format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_NONE};
     struct fi_info *list = request_info(&options), *chosen = list;
     memset(rail, 0, sizeof *rail);
     for (int i = 0; i < options.nic; i++)
@@ -63,7 +64,9 @@ void rail_open(struct rail *rail, struct rail_options options)
     endpoint_create(rail);
     rail->memory_bytes = options.memory_bytes ? options.memory_bytes : 1 << 20;
     rail->memory = calloc(1, rail->memory_bytes);
-    CHECK_EQUAL(fi_mr_reg(rail->domain, rail->memory, rail->memory_bytes, ALL_ACCESS, 0, 0, 0, &rail->region, NULL), 0);
+    CHECK_EQUAL(fi_mr_reg(rail->domain, rail->memory, rail->memory_bytes, ALL_ACCESS, 0, 0, 0,
+                          &rail->region, NULL),
+                0);
     rail->descriptor = fi_mr_desc(rail->region);
 }
 
@@ -89,7 +92,11 @@ static void send_all(int socket, const void *bytes, size_t size)
 
 static void receive_all(int socket, void *bytes, size_t size)
 {
-    CHECK_EQUAL(recv(socket, bytes, size, MSG_WAITALL), size);
+    ssize_t received;
+    do /* a process that was stopped finds its call interrupted */
+        received = recv(socket, bytes, size, MSG_WAITALL);
+    while (received < 0 && errno == EINTR);
+    CHECK_EQUAL(received, size);
 }
 
 void send_word(int socket, uint64_t word)
@@ -106,7 +113,7 @@ uint64_t receive_word(int socket)
 
 void exchange(const struct rail *rail, int socket, struct remote *remote)
 {
-    struct remote own = { .memory = (uintptr_t)rail->memory, .key = fi_mr_key(rail->region) };
+    struct remote own = {.memory = (uintptr_t)rail->memory, .key = fi_mr_key(rail->region)};
     size_t size = sizeof own.name;
     CHECK_EQUAL(fi_getname(&rail->endpoint->fid, own.name, &size), 0);
     CHECK_EQUAL(size, 32);
@@ -127,7 +134,7 @@ void run_pair(pair_function initiator, pair_function target)
 {
     int sockets[2], status;
     CHECK_EQUAL(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets), 0);
-    struct timeval timeout = { PAIR_TIMEOUT_S, 0 };
+    struct timeval timeout = {PAIR_TIMEOUT_S, 0};
     for (int i = 0; i < 2; i++)
         CHECK_EQUAL(setsockopt(sockets[i], SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout), 0);
     pid_t child = fork();
@@ -147,8 +154,8 @@ void run_pair(pair_function initiator, pair_function target)
         CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-bool next_completion(struct fid_cq *queue, struct fi_cq_data_entry *entry, struct fi_cq_err_entry *error,
-                     double timeout_s)
+bool next_completion(struct fid_cq *queue, struct fi_cq_data_entry *entry,
+                     struct fi_cq_err_entry *error, double timeout_s)
 {
     double deadline = now_s() + timeout_s;
     do {

@@ -16,25 +16,26 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-#define CHECK(condition)                                                                              \
-    do {                                                                                              \
-        if (!(condition)) {                                                                           \
-            fprintf(stderr, "%s:%d: pid %d: not true: %s\n", __FILE__, __LINE__, (int)getpid(), #condition); \
-            exit(1);                                                                                  \
-        }                                                                                             \
+#define CHECK(condition)                                                                           \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: pid %d: not true: %s\n", __FILE__, __LINE__, (int)getpid(),    \
+                    #condition);                                                                   \
+            exit(1);                                                                               \
+        }                                                                                          \
     } while (0)
 
-#define CHECK_EQUAL(actual, expected)                                                                 \
-    do {                                                                                              \
-        long long actual_ = (long long)(actual), expected_ = (long long)(expected);                   \
-        if (actual_ != expected_) {                                                                   \
-            fprintf(stderr, "%s:%d: pid %d: %s is %lld, not %lld (%s)\n", __FILE__, __LINE__, (int)getpid(), \
-                    #actual, actual_, expected_, #expected);                                          \
-            exit(1);                                                                                  \
-        }                                                                                             \
+#define CHECK_EQUAL(actual, expected)                                                              \
+    do {                                                                                           \
+        long long actual_ = (long long)(actual), expected_ = (long long)(expected);                \
+        if (actual_ != expected_) {                                                                \
+            fprintf(stderr, "%s:%d: pid %d: %s is %lld, not %lld (%s)\n", __FILE__, __LINE__,      \
+                    (int)getpid(), #actual, actual_, expected_, #expected);                        \
+            exit(1);                                                                               \
+        }                                                                                          \
     } while (0)
 
-#define PAIR_TIMEOUT_S 20
+#define PAIR_TIMEOUT_S 30
 
 enum { ALL_ACCESS = FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE };
 
@@ -88,8 +89,8 @@ uint64_t receive_word(int socket);
 
 double now_s(void);
 
-/* Each test program holds several cases and runs the one that its argument names, so that each has a
- * process, and an environment, of its own. */
+/* Each test program holds several cases and runs the one that its argument names, so that each has
+ * a process, and an environment, of its own. */
 struct test_case {
     const char *name;
     void (*run)(void);
@@ -97,8 +98,8 @@ struct test_case {
 int run_case(const struct test_case *cases, int case_count, int argument_count, char **arguments);
 
 /* Reads one completion, good or bad, within the time; false when none came. */
-bool next_completion(struct fid_cq *queue, struct fi_cq_data_entry *entry, struct fi_cq_err_entry *error,
-                     double timeout_s);
+bool next_completion(struct fid_cq *queue, struct fi_cq_data_entry *entry,
+                     struct fi_cq_err_entry *error, double timeout_s);
 /* Expects a good one. */
 struct fi_cq_data_entry expect_completion(struct fid_cq *queue);
 /* Expects an error entry with this provider code. */

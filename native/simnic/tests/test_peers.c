@@ -7,15 +7,17 @@
 #include <string.h>
 #include <sys/wait.h>
 
-static ssize_t write_to(struct rail *rail, const struct remote *remote, uint64_t offset, size_t size, uint64_t key)
+static ssize_t write_to(struct rail *rail, const struct remote *remote, uint64_t offset,
+                        size_t size, uint64_t key)
 {
-    return fi_write(rail->endpoint, rail->memory, size, rail->descriptor, remote->address, remote->memory + offset,
-                    key, NULL);
+    return fi_write(rail->endpoint, rail->memory, size, rail->descriptor, remote->address,
+                    remote->memory + offset, key, NULL);
 }
 
 enum { HAMMER_BYTES = 256 << 10, HAMMER_WINDOW = 16, ROUNDS = 60 };
 
-/* Writes without pause; each refusal is answered with a new key from the target, 0 being the end. */
+/* Writes without pause; each refusal is answered with a new key from the target, 0 being the end.
+ */
 static void hammer(int socket, pid_t target)
 {
     struct rail rail;
@@ -24,7 +26,7 @@ static void hammer(int socket, pid_t target)
     struct fi_cq_err_entry error;
     int outstanding = 0;
     (void)target;
-    rail_open(&rail, (struct rail_options){ .nic = 0, .memory_bytes = HAMMER_BYTES });
+    rail_open(&rail, (struct rail_options){.nic = 0, .memory_bytes = HAMMER_BYTES});
     exchange(&rail, socket, &remote);
     memset(rail.memory, 0x77, HAMMER_BYTES);
     while (remote.key) {
@@ -41,6 +43,7 @@ static void hammer(int socket, pid_t target)
         if (refused)
             remote.key = receive_word(socket);
     }
+    send_word(socket, 0); /* nothing is under way any more */
     rail_close(&rail);
 }
 
@@ -56,7 +59,7 @@ static void hammered(int socket, bool stops_the_peer)
 {
     struct rail rail;
     struct remote remote;
-    rail_open(&rail, (struct rail_options){ .nic = 0, .memory_bytes = HAMMER_BYTES });
+    rail_open(&rail, (struct rail_options){.nic = 0, .memory_bytes = HAMMER_BYTES});
     exchange(&rail, socket, &remote);
     for (int round = 0; round < ROUNDS; round++) {
         while (((volatile char *)rail.memory)[HAMMER_BYTES - 1] != 0x77)
@@ -66,18 +69,21 @@ static void hammered(int socket, bool stops_the_peer)
             CHECK_EQUAL(kill(getppid(), SIGSTOP), 0);
         double start = now_s();
         CHECK_EQUAL(fi_close(&rail.region->fid), 0);
-        CHECK(now_s() - start < 5);
+        CHECK(now_s() - start < PAIR_TIMEOUT_S);
         memset(rail.memory, 0x11, HAMMER_BYTES);
         if (stops_the_peer)
             CHECK_EQUAL(kill(getppid(), SIGCONT), 0);
         double until = now_s() + 0.01;
         while (now_s() < until)
             CHECK(is_all(rail.memory, HAMMER_BYTES, 0x11));
-        CHECK_EQUAL(fi_mr_reg(rail.domain, rail.memory, HAMMER_BYTES, ALL_ACCESS, 0, 0, 0, &rail.region, NULL), 0);
+        CHECK_EQUAL(fi_mr_reg(rail.domain, rail.memory, HAMMER_BYTES, ALL_ACCESS, 0, 0, 0,
+                              &rail.region, NULL),
+                    0);
         if (round < ROUNDS - 1)
             send_word(socket, fi_mr_key(rail.region));
     }
     send_word(socket, 0);
+    receive_word(socket);
     rail_close(&rail);
 }
 
@@ -103,12 +109,13 @@ static void late_bytes_of_a_stopped_peer(void)
     run_pair(hammer, hammered_stopping);
 }
 
-/* The peer is killed in the middle of its writes: removing the region must not wait for the dead. */
+/* The peer is killed in the middle of its writes: removing the region must not wait for the dead.
+ */
 static void kill_hammer(int socket, pid_t target)
 {
     struct rail rail;
     struct remote remote;
-    rail_open(&rail, (struct rail_options){ .nic = 0, .memory_bytes = HAMMER_BYTES });
+    rail_open(&rail, (struct rail_options){.nic = 0, .memory_bytes = HAMMER_BYTES});
     exchange(&rail, socket, &remote);
     while (((volatile char *)rail.memory)[HAMMER_BYTES - 1] != 0x77)
         sched_yield();
@@ -116,7 +123,7 @@ static void kill_hammer(int socket, pid_t target)
     expect_target_killed();
     double start = now_s();
     CHECK_EQUAL(fi_close(&rail.region->fid), 0);
-    CHECK(now_s() - start < 5);
+    CHECK(now_s() - start < PAIR_TIMEOUT_S);
     memset(rail.memory, 0x11, HAMMER_BYTES);
     usleep(20000);
     CHECK(is_all(rail.memory, HAMMER_BYTES, 0x11));
@@ -135,7 +142,7 @@ static void idle_target(int socket, pid_t self)
     struct rail rail;
     struct remote remote;
     (void)self;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
     exchange(&rail, socket, &remote);
     for (;;)
         pause();
@@ -148,7 +155,7 @@ static void kill_target(int socket, pid_t target)
     struct rail rail;
     struct remote remote;
     siginfo_t info;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
     exchange(&rail, socket, &remote);
     CHECK_EQUAL(write_to(&rail, &remote, 0, 64, remote.key), 0);
     expect_completion(rail.completions);
@@ -178,7 +185,7 @@ static void stop_target(int socket, pid_t target)
 {
     struct rail rail;
     struct remote remote;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
     exchange(&rail, socket, &remote);
     receive_word(socket);
     CHECK_EQUAL(kill(target, SIGSTOP), 0);
@@ -186,8 +193,9 @@ static void stop_target(int socket, pid_t target)
     memset(rail.memory, 0x42, 4096);
     CHECK_EQUAL(write_to(&rail, &remote, 0, 4096, remote.key), 0);
     expect_completion(rail.completions);
-    struct iovec segment = { rail.memory, 16 };
-    struct fi_msg message = { .msg_iov = &segment, .desc = &rail.descriptor, .iov_count = 1, .addr = remote.address };
+    struct iovec segment = {rail.memory, 16};
+    struct fi_msg message = {
+        .msg_iov = &segment, .desc = &rail.descriptor, .iov_count = 1, .addr = remote.address};
     CHECK_EQUAL(fi_sendmsg(rail.endpoint, &message, FI_DELIVERY_COMPLETE | FI_COMPLETION), 0);
     CHECK(nothing_completes(rail.completions, 0.05));
     CHECK_EQUAL(kill(target, SIGCONT), 0);
@@ -200,9 +208,10 @@ static void stopped_process(int socket, pid_t self)
     struct rail rail;
     struct remote remote;
     (void)self;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
     exchange(&rail, socket, &remote);
-    CHECK_EQUAL(fi_recv(rail.endpoint, rail.memory + 8192, 64, rail.descriptor, FI_ADDR_UNSPEC, NULL), 0);
+    CHECK_EQUAL(
+        fi_recv(rail.endpoint, rail.memory + 8192, 64, rail.descriptor, FI_ADDR_UNSPEC, NULL), 0);
     send_word(socket, 0);
     expect_completion(rail.completions);
     CHECK_EQUAL(rail.memory[4095], 0x42);
@@ -238,7 +247,7 @@ static void kill_and_sweep(int socket, pid_t target)
     siginfo_t info;
     CHECK_EQUAL(waitid(P_PID, (id_t)target, &info, WEXITED | WNOWAIT), 0);
     CHECK_EQUAL(files_of(target), 2);
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
     CHECK_EQUAL(files_of(target), 0);
     CHECK_EQUAL(files_of(getpid()), 2);
     rail_close(&rail);
@@ -249,7 +258,7 @@ static void open_and_wait(int socket, pid_t self)
 {
     struct rail rail;
     (void)self;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
     send_word(socket, 0);
     for (;;)
         pause();
@@ -263,13 +272,13 @@ static void sweeps_after_the_killed(void)
 int main(int count, char **arguments)
 {
     static const struct test_case cases[] = {
-        { "late_bytes", late_bytes },
-        { "late_bytes_of_a_stopped_peer", late_bytes_of_a_stopped_peer },
-        { "late_bytes_of_a_killed_peer", late_bytes_of_a_killed_peer },
-        { "killed_target", killed_target },
-        { "killed_target_without_copy", killed_target },
-        { "stopped_target", stopped_target },
-        { "sweeps_after_the_killed", sweeps_after_the_killed },
+        {"late_bytes", late_bytes},
+        {"late_bytes_of_a_stopped_peer", late_bytes_of_a_stopped_peer},
+        {"late_bytes_of_a_killed_peer", late_bytes_of_a_killed_peer},
+        {"killed_target", killed_target},
+        {"killed_target_without_copy", killed_target},
+        {"stopped_target", stopped_target},
+        {"sweeps_after_the_killed", sweeps_after_the_killed},
     };
     return run_case(cases, sizeof cases / sizeof cases[0], count, arguments);
 }

@@ -9,14 +9,15 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 
-static ssize_t write_to(struct rail *rail, const struct remote *remote, uint64_t offset, size_t size, uint64_t key)
+static ssize_t write_to(struct rail *rail, const struct remote *remote, uint64_t offset,
+                        size_t size, uint64_t key)
 {
-    return fi_write(rail->endpoint, rail->memory, size, rail->descriptor, remote->address, remote->memory + offset,
-                    key, NULL);
+    return fi_write(rail->endpoint, rail->memory, size, rail->descriptor, remote->address,
+                    remote->memory + offset, key, NULL);
 }
 
-static void expect_write_error(struct rail *rail, const struct remote *remote, uint64_t offset, size_t size,
-                               uint64_t key, int provider_error)
+static void expect_write_error(struct rail *rail, const struct remote *remote, uint64_t offset,
+                               size_t size, uint64_t key, int provider_error)
 {
     CHECK_EQUAL(write_to(rail, remote, offset, size, key), 0);
     struct fi_cq_err_entry error = expect_error(rail->completions, provider_error);
@@ -28,7 +29,7 @@ static void remote_keys_initiator(int socket, pid_t target)
     struct rail rail;
     struct remote remote;
     (void)target;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
     exchange(&rail, socket, &remote);
     uint64_t read_only_key = receive_word(socket), other_nic_key = receive_word(socket);
     uint64_t closed_key = receive_word(socket);
@@ -40,8 +41,9 @@ static void remote_keys_initiator(int socket, pid_t target)
     expect_write_error(&rail, &remote, 0, 64, read_only_key, 7);
     expect_write_error(&rail, &remote, 0, 64, other_nic_key, 7);
     expect_write_error(&rail, &remote, 0, 64, closed_key, 7);
-    CHECK_EQUAL(fi_read(rail.endpoint, rail.memory + 4096, 64, rail.descriptor, remote.address, remote.memory,
-                        read_only_key, NULL), 0);
+    CHECK_EQUAL(fi_read(rail.endpoint, rail.memory + 4096, 64, rail.descriptor, remote.address,
+                        remote.memory, read_only_key, NULL),
+                0);
     expect_completion(rail.completions);
     /* The good key works after all that. */
     CHECK_EQUAL(write_to(&rail, &remote, 4096, 64, remote.key), 0);
@@ -56,13 +58,15 @@ static void remote_keys_target(int socket, pid_t self)
     struct remote remote;
     struct fid_mr *read_only, *closed;
     (void)self;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
-    rail_open(&other, (struct rail_options){ .nic = 1, .memory_bytes = 4096 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
+    rail_open(&other, (struct rail_options){.nic = 1, .memory_bytes = 4096});
     exchange(&rail, socket, &remote);
-    CHECK_EQUAL(fi_mr_reg(rail.domain, rail.memory, 4096, FI_REMOTE_READ, 0, 0, 0, &read_only, NULL), 0);
+    CHECK_EQUAL(
+        fi_mr_reg(rail.domain, rail.memory, 4096, FI_REMOTE_READ, 0, 0, 0, &read_only, NULL), 0);
     send_word(socket, fi_mr_key(read_only));
     struct fid_mr *same_memory;
-    CHECK_EQUAL(fi_mr_reg(other.domain, rail.memory, 4096, ALL_ACCESS, 0, 0, 0, &same_memory, NULL), 0);
+    CHECK_EQUAL(fi_mr_reg(other.domain, rail.memory, 4096, ALL_ACCESS, 0, 0, 0, &same_memory, NULL),
+                0);
     send_word(socket, fi_mr_key(same_memory));
     CHECK_EQUAL(fi_mr_reg(rail.domain, rail.memory, 4096, ALL_ACCESS, 0, 0, 0, &closed, NULL), 0);
     uint64_t closed_key = fi_mr_key(closed);
@@ -100,22 +104,28 @@ static void local_descriptors(void)
 {
     struct rail rail, other;
     struct fid_mr *narrow;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
-    rail_open(&other, (struct rail_options){ .nic = 1 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
+    rail_open(&other, (struct rail_options){.nic = 1});
     fi_addr_t self = insert_self(&rail);
     uint64_t there = (uintptr_t)rail.memory + 65536, key = fi_mr_key(rail.region);
     CHECK_EQUAL(fi_mr_reg(rail.domain, rail.memory, 4096, FI_READ, 0, 0, 0, &narrow, NULL), 0);
     struct fid_ep *endpoint = rail.endpoint;
     CHECK_EQUAL(fi_write(endpoint, rail.memory, 64, NULL, self, there, key, NULL), -FI_EINVAL);
-    CHECK_EQUAL(fi_write(endpoint, rail.memory, 64, other.descriptor, self, there, key, NULL), -FI_EINVAL);
-    CHECK_EQUAL(fi_write(endpoint, other.memory, 64, rail.descriptor, self, there, key, NULL), -FI_EINVAL);
-    CHECK_EQUAL(fi_write(endpoint, rail.memory, 64, fi_mr_desc(narrow), self, there, key, NULL), -FI_EINVAL);
-    CHECK_EQUAL(fi_read(endpoint, rail.memory, 4097, fi_mr_desc(narrow), self, there, key, NULL), -FI_EINVAL);
-    CHECK_EQUAL(fi_read(endpoint, rail.memory, 4096, fi_mr_desc(narrow), self, there, key, NULL), 0);
+    CHECK_EQUAL(fi_write(endpoint, rail.memory, 64, other.descriptor, self, there, key, NULL),
+                -FI_EINVAL);
+    CHECK_EQUAL(fi_write(endpoint, other.memory, 64, rail.descriptor, self, there, key, NULL),
+                -FI_EINVAL);
+    CHECK_EQUAL(fi_write(endpoint, rail.memory, 64, fi_mr_desc(narrow), self, there, key, NULL),
+                -FI_EINVAL);
+    CHECK_EQUAL(fi_read(endpoint, rail.memory, 4097, fi_mr_desc(narrow), self, there, key, NULL),
+                -FI_EINVAL);
+    CHECK_EQUAL(fi_read(endpoint, rail.memory, 4096, fi_mr_desc(narrow), self, there, key, NULL),
+                0);
     expect_completion(rail.completions);
     CHECK_EQUAL(fi_send(endpoint, rail.memory, 8, NULL, self, NULL), -FI_EINVAL);
     CHECK_EQUAL(fi_recv(endpoint, rail.memory, 8, fi_mr_desc(narrow), self, NULL), -FI_EINVAL);
-    CHECK_EQUAL(fi_write(endpoint, rail.memory, 64, rail.descriptor, self + 1, there, key, NULL), -FI_EINVAL);
+    CHECK_EQUAL(fi_write(endpoint, rail.memory, 64, rail.descriptor, self + 1, there, key, NULL),
+                -FI_EINVAL);
     /* Closed between the post and the movement. */
     CHECK_EQUAL(fi_read(endpoint, rail.memory, 64, fi_mr_desc(narrow), self, there, key, NULL), 0);
     void *stale = fi_mr_desc(narrow);
@@ -126,8 +136,10 @@ static void local_descriptors(void)
     CHECK_EQUAL(fi_write(endpoint, rail.memory, 64, rail.descriptor, self, there, key, NULL), 0);
     CHECK_EQUAL(fi_av_remove(rail.addresses, &self, 1, 0), 0);
     expect_error(rail.completions, 4);
-    CHECK_EQUAL(fi_write(endpoint, rail.memory, 64, rail.descriptor, self, there, key, NULL), -FI_EINVAL);
-    CHECK_EQUAL(fi_mr_reg(rail.domain, (void *)4096, 4096, ALL_ACCESS, 0, 0, 0, &narrow, NULL), -FI_EFAULT);
+    CHECK_EQUAL(fi_write(endpoint, rail.memory, 64, rail.descriptor, self, there, key, NULL),
+                -FI_EINVAL);
+    CHECK_EQUAL(fi_mr_reg(rail.domain, (void *)4096, 4096, ALL_ACCESS, 0, 0, 0, &narrow, NULL),
+                -FI_EFAULT);
     rail_close(&rail);
     rail_close(&other);
 }
@@ -139,7 +151,7 @@ static void unknown_peers_initiator(int socket, pid_t target)
     char name[32];
     size_t size = sizeof name;
     (void)target;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
     CHECK_EQUAL(recv(socket, &remote, sizeof remote, MSG_WAITALL), sizeof remote);
     CHECK_EQUAL(fi_av_insert(rail.addresses, remote.name, 1, &remote.address, 0, NULL), 1);
     expect_write_error(&rail, &remote, 0, 8, remote.key, 14);
@@ -162,12 +174,12 @@ static void unknown_peers_initiator(int socket, pid_t target)
 static void unknown_peers_target(int socket, pid_t self)
 {
     struct rail rail;
-    struct remote own = { .address = 0 };
+    struct remote own = {.address = 0};
     char name[32];
     size_t size = sizeof own.name;
     fi_addr_t initiator;
     (void)self;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
     own.memory = (uintptr_t)rail.memory;
     own.key = fi_mr_key(rail.region);
     CHECK_EQUAL(fi_getname(&rail.endpoint->fid, own.name, &size), 0);
@@ -200,9 +212,10 @@ enum { THREADS = 4, POSTS_PER_THREAD = 20000 };
 static void post_one(void)
 {
     for (;;) {
-        ssize_t result = fi_write(threaded_rail.endpoint, threaded_rail.memory, 64, threaded_rail.descriptor,
-                                  threaded_self, (uintptr_t)threaded_rail.memory + 4096,
-                                  fi_mr_key(threaded_rail.region), NULL);
+        ssize_t result =
+            fi_write(threaded_rail.endpoint, threaded_rail.memory, 64, threaded_rail.descriptor,
+                     threaded_self, (uintptr_t)threaded_rail.memory + 4096,
+                     fi_mr_key(threaded_rail.region), NULL);
         if (result == 0)
             return;
         CHECK_EQUAL(result, -FI_EAGAIN);
@@ -233,7 +246,7 @@ static void *collect(void *argument)
 static void run_threads(enum fi_threading threading)
 {
     pthread_t posters[THREADS], collector;
-    rail_open(&threaded_rail, (struct rail_options){ .nic = 0, .threading = threading });
+    rail_open(&threaded_rail, (struct rail_options){.nic = 0, .threading = threading});
     threaded_self = insert_self(&threaded_rail);
     CHECK_EQUAL(pthread_create(&collector, NULL, collect, NULL), 0);
     for (int i = 0; i < THREADS; i++)
@@ -280,20 +293,22 @@ static void thread_safe_posts(void)
 static void closing_cancels(void)
 {
     struct rail rail;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
+    rail_open(&rail, (struct rail_options){.nic = 0});
     fi_addr_t self = insert_self(&rail);
     memset(rail.memory, 1, 64);
     for (int i = 0; i < 10; i++)
-        CHECK_EQUAL(fi_write(rail.endpoint, rail.memory, 64, rail.descriptor, self, (uintptr_t)rail.memory + 4096,
-                             fi_mr_key(rail.region), NULL), 0);
+        CHECK_EQUAL(fi_write(rail.endpoint, rail.memory, 64, rail.descriptor, self,
+                             (uintptr_t)rail.memory + 4096, fi_mr_key(rail.region), NULL),
+                    0);
     CHECK(nothing_completes(rail.completions, 0.01));
     CHECK_EQUAL(fi_close(&rail.endpoint->fid), 0);
     endpoint_create(&rail);
     CHECK(nothing_completes(rail.completions, 0.2));
     CHECK_EQUAL(rail.memory[4096], 0);
     fi_addr_t again = insert_self(&rail);
-    CHECK_EQUAL(fi_write(rail.endpoint, rail.memory, 64, rail.descriptor, again, (uintptr_t)rail.memory + 4096,
-                         fi_mr_key(rail.region), NULL), 0);
+    CHECK_EQUAL(fi_write(rail.endpoint, rail.memory, 64, rail.descriptor, again,
+                         (uintptr_t)rail.memory + 4096, fi_mr_key(rail.region), NULL),
+                0);
     expect_completion(rail.completions);
     CHECK_EQUAL(rail.memory[4096], 1);
     rail_close(&rail);
@@ -305,8 +320,9 @@ static void registration_limits(void)
     struct rail rail;
     struct fid_mr *second, *third;
     char *memory = calloc(3, 65536);
-    rail_open(&rail, (struct rail_options){ .nic = 0, .memory_bytes = 65536 });
-    CHECK_EQUAL(fi_mr_reg(rail.domain, memory, 65537, ALL_ACCESS, 0, 0, 0, &second, NULL), -FI_ENOMEM);
+    rail_open(&rail, (struct rail_options){.nic = 0, .memory_bytes = 65536});
+    CHECK_EQUAL(fi_mr_reg(rail.domain, memory, 65537, ALL_ACCESS, 0, 0, 0, &second, NULL),
+                -FI_ENOMEM);
     CHECK_EQUAL(fi_mr_reg(rail.domain, memory, 65536, ALL_ACCESS, 0, 0, 0, &second, NULL), 0);
     CHECK_EQUAL(fi_mr_reg(rail.domain, memory, 1, ALL_ACCESS, 0, 0, 0, &third, NULL), -FI_ENOMEM);
     CHECK_EQUAL(fi_close(&second->fid), 0);
@@ -321,10 +337,10 @@ static void register_device_memory(int expected)
 {
     struct rail rail;
     struct fid_mr *region;
-    rail_open(&rail, (struct rail_options){ .nic = 0 });
-    struct iovec segment = { rail.memory, 4096 };
-    struct fi_mr_attr attributes = { .mr_iov = &segment, .iov_count = 1, .access = FI_REMOTE_WRITE,
-                                     .iface = FI_HMEM_CUDA };
+    rail_open(&rail, (struct rail_options){.nic = 0});
+    struct iovec segment = {rail.memory, 4096};
+    struct fi_mr_attr attributes = {
+        .mr_iov = &segment, .iov_count = 1, .access = FI_REMOTE_WRITE, .iface = FI_HMEM_CUDA};
     CHECK_EQUAL(fi_mr_regattr(rail.domain, &attributes, 0, &region), expected);
     if (expected == 0)
         CHECK_EQUAL(fi_close(&region->fid), 0);
@@ -344,16 +360,16 @@ static void device_memory_taken(void)
 int main(int count, char **arguments)
 {
     static const struct test_case cases[] = {
-        { "remote_keys", remote_keys },
-        { "local_descriptors", local_descriptors },
-        { "unknown_peers", unknown_peers },
-        { "two_threads_abort", two_threads_abort },
-        { "two_posters_abort", two_posters_abort },
-        { "thread_safe_posts", thread_safe_posts },
-        { "closing_cancels", closing_cancels },
-        { "registration_limits", registration_limits },
-        { "device_memory_refused", device_memory_refused },
-        { "device_memory_taken", device_memory_taken },
+        {"remote_keys", remote_keys},
+        {"local_descriptors", local_descriptors},
+        {"unknown_peers", unknown_peers},
+        {"two_threads_abort", two_threads_abort},
+        {"two_posters_abort", two_posters_abort},
+        {"thread_safe_posts", thread_safe_posts},
+        {"closing_cancels", closing_cancels},
+        {"registration_limits", registration_limits},
+        {"device_memory_refused", device_memory_refused},
+        {"device_memory_taken", device_memory_taken},
     };
     return run_case(cases, sizeof cases / sizeof cases[0], count, arguments);
 }
