@@ -19,8 +19,18 @@ GOOD: Final = 0
 PROBLEM_FOUND: Final = 1
 COULD_NOT_RUN: Final = 2
 
-#: Subcommand: (module, what it does).  A module has a Typer application ``app``.
-TOOLS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType({})
+#: Subcommand: (module with a function ``command``, what it does).
+TOOLS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "bench": ("efa_kv.tools.bench", "Measure transfers between two engines."),
+        "probe": ("efa_kv.tools.probe", "Time the first transfer to a peer."),
+        "doctor": ("efa_kv.tools.doctor", "Say plainly what is wrong with this host."),
+        "plan": ("efa_kv.tools.model_plan", "Work out what a model asks of the network."),
+        "topology": ("efa_kv.tools.topology", "Read which instances are close to each other."),
+        "nccl-log": ("efa_kv.tools.nccl_log", "Read which network NCCL really chose."),
+        "sim": ("efa_kv.tools.sim_command", "Run a command on simulated EFA NICs."),
+    }
+)
 
 app = typer.Typer(
     name="efa-kv",
@@ -51,7 +61,7 @@ def config() -> None:
 
 def _add_tool(name: str, module: str, text: str, wanted: bool) -> None:
     if wanted:
-        app.add_typer(importlib.import_module(module).app, name=name, help=text)
+        app.command(name)(importlib.import_module(module).command)
     else:
         # Only its line in the list of commands; the module stays unloaded.
         app.command(name, help=text)(lambda: None)
@@ -62,7 +72,7 @@ def main() -> None:
     words = sys.argv[1:]
     try:
         for name, (module, text) in TOOLS.items():
-            _add_tool(name, module, text, wanted=name in words)
+            _add_tool(name, module, text, wanted=words[:1] == [name])
         app()
     except EfaKvError as problem:
         typer.echo(f"efa-kv: {problem}", err=True)
