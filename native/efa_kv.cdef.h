@@ -112,11 +112,10 @@ typedef struct ekv_options {
     uint64_t region_chunk_bytes;
 } ekv_options;
 
-int ekv_fabric_library(const char *libfabric_path, char *text, size_t text_bytes,
-                               ekv_error *error);
+int ekv_fabric_library(const char *libfabric_path, char *text, size_t text_bytes, ekv_error *error);
 
-int ekv_fabric_list(const ekv_options *options, ekv_nic *nics, size_t capacity,
-                            size_t *count, ekv_error *error);
+int ekv_fabric_list(const ekv_options *options, ekv_nic *nics, size_t capacity, size_t *count,
+                    ekv_error *error);
 
 typedef struct ekv_engine ekv_engine;
 
@@ -147,15 +146,13 @@ typedef struct ekv_region_key {
 } ekv_region_key;
 
 int ekv_region_add(ekv_engine *engine, const ekv_memory *memory, ekv_region_id *region,
-                           ekv_error *error);
-int ekv_region_keys(ekv_engine *engine, ekv_region_id region, ekv_region_key *keys,
-                            size_t capacity, size_t *count);
+                   ekv_error *error);
+int ekv_region_keys(ekv_engine *engine, ekv_region_id region, ekv_region_key *keys, size_t capacity,
+                    size_t *count);
 
-int ekv_region_remove(ekv_engine *engine, ekv_region_id region, double timeout_s,
-                              ekv_error *error);
+int ekv_region_remove(ekv_engine *engine, ekv_region_id region, double timeout_s, ekv_error *error);
 
-int ekv_region_rotate(ekv_engine *engine, ekv_region_id region, double timeout_s,
-                              ekv_error *error);
+int ekv_region_rotate(ekv_engine *engine, ekv_region_id region, double timeout_s, ekv_error *error);
 
 typedef struct ekv_peer_options {
     uint32_t struct_size;
@@ -173,16 +170,15 @@ typedef struct ekv_remote_key {
 } ekv_remote_key;
 
 int ekv_peer_add(ekv_engine *engine, const ekv_peer_options *options, const ekv_nic *nics,
-                         size_t nic_count, ekv_peer_id *peer, ekv_error *error);
+                 size_t nic_count, ekv_peer_id *peer, ekv_error *error);
 
 int ekv_peer_region_add(ekv_engine *engine, ekv_peer_id peer, uint64_t remote_region,
-                                uint64_t address, uint64_t length_bytes,
-                                const ekv_remote_key *keys, size_t key_count, ekv_error *error);
+                        uint64_t address, uint64_t length_bytes, const ekv_remote_key *keys,
+                        size_t key_count, ekv_error *error);
 int ekv_peer_region_remove(ekv_engine *engine, ekv_peer_id peer, uint64_t remote_region,
-                                   ekv_error *error);
+                           ekv_error *error);
 
-int ekv_peer_warm(ekv_engine *engine, ekv_peer_id peer, double timeout_s,
-                          ekv_error *error);
+int ekv_peer_warm(ekv_engine *engine, ekv_peer_id peer, double timeout_s, ekv_error *error);
 
 int ekv_peer_remove(ekv_engine *engine, ekv_peer_id peer);
 
@@ -228,20 +224,18 @@ typedef struct ekv_result {
     char text[160];
 } ekv_result;
 
-int ekv_submit(ekv_engine *engine, const ekv_job_options *options,
-                       const uint64_t *local_addresses, const uint64_t *remote_addresses,
-                       const uint64_t *lengths_bytes, size_t count, ekv_job_id *job,
-                       ekv_error *error);
+int ekv_submit(ekv_engine *engine, const ekv_job_options *options, const uint64_t *local_addresses,
+               const uint64_t *remote_addresses, const uint64_t *lengths_bytes, size_t count,
+               ekv_job_id *job, ekv_error *error);
 
-int ekv_submit_paged(ekv_engine *engine, const ekv_job_options *options,
-                             const ekv_row *rows, size_t row_count,
-                             const uint32_t *local_blocks, const uint32_t *remote_blocks,
-                             size_t block_count, ekv_job_id *job, ekv_error *error);
+int ekv_submit_paged(ekv_engine *engine, const ekv_job_options *options, const ekv_row *rows,
+                     size_t row_count, const uint32_t *local_blocks, const uint32_t *remote_blocks,
+                     size_t block_count, ekv_job_id *job, ekv_error *error);
 
 int ekv_job_result(ekv_engine *engine, ekv_job_id job, ekv_result *result);
 
 int ekv_job_wait(ekv_engine *engine, ekv_job_id job, double timeout_s, int until_fenced,
-                         ekv_result *result);
+                 ekv_result *result);
 
 int ekv_job_cancel(ekv_engine *engine, ekv_job_id job);
 
@@ -272,8 +266,7 @@ typedef struct ekv_rail_counters {
     uint64_t bytes_near;
 } ekv_rail_counters;
 
-int ekv_counters(ekv_engine *engine, ekv_rail_counters *rails, size_t capacity,
-                         size_t *count);
+int ekv_counters(ekv_engine *engine, ekv_rail_counters *rails, size_t capacity, size_t *count);
 
 typedef struct ekv_log_record {
     uint32_t struct_size;

@@ -38,27 +38,27 @@ extern "C" {
 
 /* Name, number, class (see ekv_class) and one sentence, kept in one list so that
  * the enum, the texts and the Python exceptions cannot drift apart. */
-#define EKV_CODE_LIST(X)                                                                  \
-    X(EKV_OK, 0, EKV_CLASS_NONE, "success")                                               \
-    X(EKV_EINVAL, -1, EKV_CLASS_CALLER, "an argument is out of its range")                \
-    X(EKV_ENOMEM, -2, EKV_CLASS_LOCAL, "out of memory")                                   \
-    X(EKV_ESTALE, -3, EKV_CLASS_CALLER, "the id is not (or no longer) known here")        \
-    X(EKV_EBUSY, -4, EKV_CLASS_RETRY, "a bounded table or ring is full, or still in use") \
-    X(EKV_EFORK, -5, EKV_CLASS_CALLER, "the engine was opened before a fork")             \
-    X(EKV_ECLOSED, -6, EKV_CLASS_CALLER, "the engine is closing")                         \
-    X(EKV_ENOFABRIC, -7, EKV_CLASS_LOCAL, "libfabric is missing, unusable or loaded twice") \
-    X(EKV_ENODEVICE, -8, EKV_CLASS_LOCAL, "no matching network device")                   \
-    X(EKV_EVERSION, -9, EKV_CLASS_LOCAL, "libfabric is too old for this provider")        \
-    X(EKV_EREGISTER, -10, EKV_CLASS_LOCAL, "memory could not be registered")              \
-    X(EKV_EREGION, -11, EKV_CLASS_CALLER, "an address is outside every registered region") \
-    X(EKV_EREMOTEREGION, -12, EKV_CLASS_PEER, "an address is outside every region of the peer") \
-    X(EKV_EACCESS, -13, EKV_CLASS_PEER, "the peer's memory key was refused")              \
-    X(EKV_EPEER, -14, EKV_CLASS_PEER, "the peer cannot be reached")                       \
-    X(EKV_ERAIL, -15, EKV_CLASS_LOCAL, "every rail has failed")                           \
-    X(EKV_EDEADLINE, -16, EKV_CLASS_PEER, "the deadline passed")                          \
-    X(EKV_ECANCELED, -17, EKV_CLASS_CALLER, "the job was cancelled")                      \
-    X(EKV_EPROVIDER, -18, EKV_CLASS_LOCAL, "the provider reported an error")              \
-    X(EKV_ENOTSUP, -19, EKV_CLASS_CALLER, "not supported by this build or provider")      \
+#define EKV_CODE_LIST(X)                                                                           \
+    X(EKV_OK, 0, EKV_CLASS_NONE, "success")                                                        \
+    X(EKV_EINVAL, -1, EKV_CLASS_CALLER, "an argument is out of its range")                         \
+    X(EKV_ENOMEM, -2, EKV_CLASS_LOCAL, "out of memory")                                            \
+    X(EKV_ESTALE, -3, EKV_CLASS_CALLER, "the id is not (or no longer) known here")                 \
+    X(EKV_EBUSY, -4, EKV_CLASS_RETRY, "a bounded table or ring is full, or still in use")          \
+    X(EKV_EFORK, -5, EKV_CLASS_CALLER, "the engine was opened before a fork")                      \
+    X(EKV_ECLOSED, -6, EKV_CLASS_CALLER, "the engine is closing")                                  \
+    X(EKV_ENOFABRIC, -7, EKV_CLASS_LOCAL, "libfabric is missing, unusable or loaded twice")        \
+    X(EKV_ENODEVICE, -8, EKV_CLASS_LOCAL, "no matching network device")                            \
+    X(EKV_EVERSION, -9, EKV_CLASS_LOCAL, "libfabric is too old for this provider")                 \
+    X(EKV_EREGISTER, -10, EKV_CLASS_LOCAL, "memory could not be registered")                       \
+    X(EKV_EREGION, -11, EKV_CLASS_CALLER, "an address is outside every registered region")         \
+    X(EKV_EREMOTEREGION, -12, EKV_CLASS_PEER, "an address is outside every region of the peer")    \
+    X(EKV_EACCESS, -13, EKV_CLASS_PEER, "the peer's memory key was refused")                       \
+    X(EKV_EPEER, -14, EKV_CLASS_PEER, "the peer cannot be reached")                                \
+    X(EKV_ERAIL, -15, EKV_CLASS_LOCAL, "every rail has failed")                                    \
+    X(EKV_EDEADLINE, -16, EKV_CLASS_PEER, "the deadline passed")                                   \
+    X(EKV_ECANCELED, -17, EKV_CLASS_CALLER, "the job was cancelled")                               \
+    X(EKV_EPROVIDER, -18, EKV_CLASS_LOCAL, "the provider reported an error")                       \
+    X(EKV_ENOTSUP, -19, EKV_CLASS_CALLER, "not supported by this build or provider")               \
     X(EKV_ESYSTEM, -20, EKV_CLASS_LOCAL, "a system call failed")
 
 typedef enum ekv_class {
@@ -80,8 +80,8 @@ typedef struct ekv_error {
     int32_t code;          /* ekv_code */
     int32_t provider_code; /* libfabric's or errno's own number, 0 if none */
     uint32_t reserved;
-    char where[64];        /* the call that failed, e.g. "fi_mr_reg" */
-    char text[512];        /* what was found, what was expected, what to do */
+    char where[64]; /* the call that failed, e.g. "fi_mr_reg" */
+    char text[512]; /* what was found, what was expected, what to do */
 } ekv_error;
 
 EKV_API uint32_t ekv_abi_version(void);
@@ -126,21 +126,22 @@ typedef struct ekv_nic {
 
 typedef struct ekv_options {
     uint32_t struct_size;
-    uint32_t progress_threads;  /* rail groups; 0 = chosen from the number of rails */
-    const char *protocol;       /* "efa", "tcp" or "shm"; a full libfabric provider name also works */
-    const char *devices;        /* comma-separated names or globs; NULL = all (tcp: the one that has host) */
-    const char *host;           /* local address for tcp; NULL = 127.0.0.1 */
-    const char *libfabric_path; /* tried after a copy already loaded; NULL = none */
-    uint32_t max_in_flight;     /* operations per rail; 0 = the provider's own limit */
-    uint32_t max_jobs;          /* jobs not yet released; 0 = 4096 */
-    uint32_t max_peers;         /* 0 = 1024 */
-    uint32_t max_regions;       /* 0 = 4096 */
-    uint64_t stripe_bytes;      /* 0 = 1 MiB */
-    uint64_t incarnation;       /* sent in notices; must not be 0 */
-    uint32_t near;              /* 1: same-process peers by memory copy, 0: always the provider */
-    uint32_t spin_us;           /* spinning after the last activity before blocking; 0 = default */
-    uint32_t trace_capacity;    /* trace records kept; 0 = default */
-    uint32_t max_notices;       /* notices nobody has read yet; 0 = 16384 */
+    uint32_t progress_threads; /* rail groups; 0 = chosen from the number of rails */
+    const char *protocol; /* "efa", "tcp" or "shm"; a full libfabric provider name also works */
+    const char
+        *devices;     /* comma-separated names or globs; NULL = all (tcp: the one that has host) */
+    const char *host; /* local address for tcp; NULL = 127.0.0.1 */
+    const char *libfabric_path;  /* tried after a copy already loaded; NULL = none */
+    uint32_t max_in_flight;      /* operations per rail; 0 = the provider's own limit */
+    uint32_t max_jobs;           /* jobs not yet released; 0 = 4096 */
+    uint32_t max_peers;          /* 0 = 1024 */
+    uint32_t max_regions;        /* 0 = 4096 */
+    uint64_t stripe_bytes;       /* 0 = 1 MiB */
+    uint64_t incarnation;        /* sent in notices; must not be 0 */
+    uint32_t near;               /* 1: same-process peers by memory copy, 0: always the provider */
+    uint32_t spin_us;            /* spinning after the last activity before blocking; 0 = default */
+    uint32_t trace_capacity;     /* trace records kept; 0 = default */
+    uint32_t max_notices;        /* notices nobody has read yet; 0 = 16384 */
     uint64_t region_chunk_bytes; /* most bytes under one key; 0 = what the device takes */
 } ekv_options;
 
@@ -180,7 +181,7 @@ EKV_API int ekv_engine_rails(ekv_engine *engine, ekv_nic *nics, size_t capacity,
 
 typedef struct ekv_memory {
     uint32_t struct_size;
-    uint32_t kind;   /* EKV_MEMORY_* */
+    uint32_t kind; /* EKV_MEMORY_* */
     uint64_t address;
     uint64_t length_bytes;
     int32_t device;  /* CUDA ordinal, -1 for host memory */
@@ -190,9 +191,9 @@ typedef struct ekv_memory {
 /* The key of a region on one rail, to be sent to peers. */
 typedef struct ekv_region_key {
     uint32_t struct_size;
-    uint32_t rail;  /* index into ekv_engine_rails */
+    uint32_t rail; /* index into ekv_engine_rails */
     uint64_t key;
-    uint64_t base;  /* remote address of the key's first byte: virtual address or 0 */
+    uint64_t base;         /* remote address of the key's first byte: virtual address or 0 */
     uint64_t offset_bytes; /* where in the region this key begins (device limits may cut it) */
     uint64_t length_bytes;
 } ekv_region_key;
@@ -243,14 +244,13 @@ EKV_API int ekv_peer_add(ekv_engine *engine, const ekv_peer_options *options, co
 /* Tells where the peer's memory is.  remote_region is the peer's own id for it, used
  * to remove it again. [blocks] */
 EKV_API int ekv_peer_region_add(ekv_engine *engine, ekv_peer_id peer, uint64_t remote_region,
-                                uint64_t address, uint64_t length_bytes,
-                                const ekv_remote_key *keys, size_t key_count, ekv_error *error);
+                                uint64_t address, uint64_t length_bytes, const ekv_remote_key *keys,
+                                size_t key_count, ekv_error *error);
 EKV_API int ekv_peer_region_remove(ekv_engine *engine, ekv_peer_id peer, uint64_t remote_region,
                                    ekv_error *error);
 
 /* Resolves every pair of NICs and moves one empty message over each. [blocks] */
-EKV_API int ekv_peer_warm(ekv_engine *engine, ekv_peer_id peer, double timeout_s,
-                          ekv_error *error);
+EKV_API int ekv_peer_warm(ekv_engine *engine, ekv_peer_id peer, double timeout_s, ekv_error *error);
 
 /* Fails the peer's jobs with EKV_EPEER once their operations have settled and frees
  * the id when the last one has; new jobs are refused at once. */
@@ -267,8 +267,8 @@ typedef struct ekv_notice {
     int32_t status;       /* ekv_code or any number the two sides agree on */
     uint64_t transfer[2]; /* 128-bit transfer id, meaning agreed on by the two sides */
     uint64_t generation;
-    uint64_t bytes;       /* filled by the sender's core */
-    uint64_t sender;      /* incarnation of the sending engine, filled by its core */
+    uint64_t bytes;  /* filled by the sender's core */
+    uint64_t sender; /* incarnation of the sending engine, filled by its core */
 } ekv_notice;
 
 #define EKV_JOB_POLLED (1u << 0) /* report through ekv_poll and the event fd */
@@ -276,13 +276,13 @@ typedef struct ekv_notice {
 
 typedef struct ekv_job_options {
     uint32_t struct_size;
-    uint32_t operation;   /* EKV_WRITE or EKV_READ */
+    uint32_t operation; /* EKV_WRITE or EKV_READ */
     ekv_peer_id peer;
-    uint64_t user_data;   /* comes back in ekv_result */
-    double deadline_s;    /* from now; must be > 0 and finite */
-    uint32_t flags;       /* EKV_JOB_* */
+    uint64_t user_data; /* comes back in ekv_result */
+    double deadline_s;  /* from now; must be > 0 and finite */
+    uint32_t flags;     /* EKV_JOB_* */
     uint32_t reserved;
-    ekv_notice notice;    /* used with EKV_JOB_NOTICE */
+    ekv_notice notice; /* used with EKV_JOB_NOTICE */
 } ekv_job_options;
 
 /* One row of a paged job, typically one per layer (or K and V of a layer): block b
@@ -297,13 +297,13 @@ typedef struct ekv_row {
 
 typedef struct ekv_result {
     uint32_t struct_size;
-    int32_t status;        /* ekv_code; EKV_OK means every byte has landed */
+    int32_t status; /* ekv_code; EKV_OK means every byte has landed */
     ekv_job_id job;
     uint64_t user_data;
-    uint64_t bytes;        /* landed for certain */
-    uint64_t descriptors;  /* operations posted after merging and cutting */
-    uint32_t done;         /* 0: still running */
-    uint32_t fenced;       /* 1: no operation of this job can move a byte any more */
+    uint64_t bytes;       /* landed for certain */
+    uint64_t descriptors; /* operations posted after merging and cutting */
+    uint32_t done;        /* 0: still running */
+    uint32_t fenced;      /* 1: no operation of this job can move a byte any more */
     int32_t provider_code;
     int32_t notice_status; /* EKV_OK sent; EKV_EBUSY not asked for; else why it was not */
     char text[160];        /* the provider's words for the first error, or empty */
@@ -321,9 +321,9 @@ EKV_API int ekv_submit(ekv_engine *engine, const ekv_job_options *options,
 /* The paged form: block pair i of every row. Runs that are contiguous on both sides
  * are found once and used for each row whose blocks are dense. */
 EKV_API int ekv_submit_paged(ekv_engine *engine, const ekv_job_options *options,
-                             const ekv_row *rows, size_t row_count,
-                             const uint32_t *local_blocks, const uint32_t *remote_blocks,
-                             size_t block_count, ekv_job_id *job, ekv_error *error);
+                             const ekv_row *rows, size_t row_count, const uint32_t *local_blocks,
+                             const uint32_t *remote_blocks, size_t block_count, ekv_job_id *job,
+                             ekv_error *error);
 
 /* Fills *result with the present state. */
 EKV_API int ekv_job_result(ekv_engine *engine, ekv_job_id job, ekv_result *result);
@@ -358,15 +358,15 @@ typedef struct ekv_rail_counters {
     uint64_t operations_resent;
     uint64_t bytes_written;
     uint64_t bytes_read;
-    uint64_t again;           /* posts refused for back-pressure */
+    uint64_t again; /* posts refused for back-pressure */
     uint64_t in_flight_peak;
-    uint64_t failures;        /* times the rail was taken out */
+    uint64_t failures; /* times the rail was taken out */
     uint64_t notices_sent;
     uint64_t notices_received;
-    uint64_t notices_dropped; /* the notice table was full */
+    uint64_t notices_dropped;   /* the notice table was full */
     uint64_t stray_completions; /* completions of operations no longer known */
     uint64_t progress_wakeups;
-    uint64_t operations_near; /* copies within the process; counted on the first rail */
+    uint64_t operations_near; /* copies within the process; on the first rail of a group */
     uint64_t bytes_near;
 } ekv_rail_counters;
 
@@ -375,9 +375,9 @@ EKV_API int ekv_counters(ekv_engine *engine, ekv_rail_counters *rails, size_t ca
 
 typedef struct ekv_log_record {
     uint32_t struct_size;
-    uint32_t level;     /* 10 debug, 20 info, 30 warning, 40 error */
-    uint64_t time_ns;   /* CLOCK_REALTIME */
-    uint64_t dropped;   /* records lost before this one */
+    uint32_t level;   /* 10 debug, 20 info, 30 warning, 40 error */
+    uint64_t time_ns; /* CLOCK_REALTIME */
+    uint64_t dropped; /* records lost before this one */
     char text[384];
 } ekv_log_record;
 

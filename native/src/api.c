@@ -8,8 +8,7 @@
 #include "engine.h"
 #include "error.h"
 
-int ekv_fabric_library(const char *libfabric_path, char *text, size_t text_bytes,
-                       ekv_error *error)
+int ekv_fabric_library(const char *libfabric_path, char *text, size_t text_bytes, ekv_error *error)
 {
     struct fabric fabric;
     int code = fabric_open(&fabric, libfabric_path, error);
@@ -38,8 +37,8 @@ int ekv_fabric_list(const ekv_options *given, ekv_nic *nics, size_t capacity, si
     struct device_list devices;
     int code;
 
-    if (!count || (capacity && !nics) ||
-        struct_import(&options, sizeof options, given) != EKV_OK || !options.protocol)
+    if (!count || (capacity && !nics) || struct_import(&options, sizeof options, given) != EKV_OK ||
+        !options.protocol)
         return error_set(error, EKV_EINVAL, 0, "ekv_fabric_list", "an argument is missing");
     *count = 0;
     code = fabric_open(&fabric, options.libfabric_path, error);
@@ -110,8 +109,8 @@ int ekv_job_wait(struct ekv_engine *engine, ekv_job_id job, double timeout_s, in
 
     if (code != EKV_OK)
         return code;
-    code = jobs_wait(&engine->jobs, engine->tag, job, clock_after_ns(timeout_s),
-                     until_fenced != 0, result);
+    code = jobs_wait(&engine->jobs, engine->tag, job, clock_after_ns(timeout_s), until_fenced != 0,
+                     result);
     engine_leave(engine);
     return code;
 }
@@ -175,8 +174,8 @@ int ekv_notices(struct ekv_engine *engine, ekv_notice *notices, size_t capacity)
 
     if (code != EKV_OK)
         return code;
-    code = notices || !capacity ? notice_table_take(&engine->notices, notices, capacity)
-                                : EKV_EINVAL;
+    code =
+        notices || !capacity ? notice_table_take(&engine->notices, notices, capacity) : EKV_EINVAL;
     engine_unsignal(engine);
     engine_leave(engine);
     return code;

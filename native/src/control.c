@@ -88,10 +88,9 @@ static int memory_check(const ekv_memory *memory, ekv_error *error)
                          memory->kind);
     if (memory->length_bytes == 0 || memory->address == 0 ||
         __builtin_add_overflow(memory->address, memory->length_bytes, &end))
-        return error_set(error, EKV_EINVAL, 0, "ekv_region_add",
-                         "%llu bytes at 0x%llx is not a range of memory",
-                         (unsigned long long)memory->length_bytes,
-                         (unsigned long long)memory->address);
+        return error_set(
+            error, EKV_EINVAL, 0, "ekv_region_add", "%llu bytes at 0x%llx is not a range of memory",
+            (unsigned long long)memory->length_bytes, (unsigned long long)memory->address);
     return EKV_OK;
 }
 

@@ -6,6 +6,7 @@
 #include <fnmatch.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_errno.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -48,8 +49,8 @@ static struct fi_info *device_hints(const struct fabric *fabric, const char *pro
     hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
-    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED |
-                                  FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+    hints->domain_attr->mr_mode =
+        FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
     hints->fabric_attr->prov_name = strdup(provider);
     if (!hints->fabric_attr->prov_name) {
         fabric->freeinfo(hints);
@@ -203,18 +204,15 @@ int device_list_open(struct device_list *list, const struct fabric *fabric,
                 device_list_close(list, fabric);
                 return error_set(error, EKV_ENOMEM, 0, "fi_getinfo", "out of memory");
             }
-            list->delivery_complete = flags[j] != 0;
         }
     if (list->count == 0)
-        return error_set(error, EKV_ENODEVICE, -provider_code, "fi_getinfo",
-                         "no device for protocol \"%s\"%s%s%s%s in libfabric %u.%u (%s)%s%s",
-                         options->protocol, options->host ? ", host " : "",
-                         options->host ? options->host : "",
-                         options->devices ? ", devices " : "",
-                         options->devices ? options->devices : "",
-                         FI_MAJOR(fabric->running_version), FI_MINOR(fabric->running_version),
-                         fabric->path, provider_code ? ": " : "",
-                         provider_code ? fabric->strerror(-provider_code) : "");
+        return error_set(
+            error, EKV_ENODEVICE, -provider_code, "fi_getinfo",
+            "no device for protocol \"%s\"%s%s%s%s in libfabric %u.%u (%s)%s%s", options->protocol,
+            options->host ? ", host " : "", options->host ? options->host : "",
+            options->devices ? ", devices " : "", options->devices ? options->devices : "",
+            FI_MAJOR(fabric->running_version), FI_MINOR(fabric->running_version), fabric->path,
+            provider_code ? ": " : "", provider_code ? fabric->strerror(-provider_code) : "");
     qsort(list->infos, list->count, sizeof list->infos[0], device_by_name);
     if (device_check_version(list, error) != EKV_OK) {
         device_list_close(list, fabric);

@@ -3,8 +3,6 @@
 #ifndef EKV_DEVICE_H
 #define EKV_DEVICE_H
 
-#include <stdbool.h>
-
 #include "fabric.h"
 
 #define DEVICES_MAX 64u
@@ -12,7 +10,6 @@
 struct device_list {
     struct fi_info *infos[DEVICES_MAX]; /* each owned by the list */
     uint32_t count;
-    bool delivery_complete; /* the provider accepted FI_DELIVERY_COMPLETE */
 };
 
 int device_list_open(struct device_list *list, const struct fabric *fabric,

@@ -126,8 +126,8 @@ static int engine_allocate(struct ekv_engine *engine, const ekv_options *options
     engine->rails = calloc(rail_count, sizeof *engine->rails);
     if (!engine->rails ||
         !trace_open(&engine->trace, or_default(options->trace_capacity, ENGINE_TRACE_RECORDS)) ||
-        !memory_open(&engine->memory, or_default(options->max_regions, ENGINE_REGIONS),
-                     rail_count, options->incarnation ^ clock_now_ns()) ||
+        !memory_open(&engine->memory, or_default(options->max_regions, ENGINE_REGIONS), rail_count,
+                     options->incarnation ^ clock_now_ns()) ||
         !peer_table_open(&engine->peers, or_default(options->max_peers, ENGINE_PEERS)) ||
         !jobs_open(&engine->jobs, or_default(options->max_jobs, ENGINE_JOBS)) ||
         !notice_table_open(&engine->notices, or_default(options->max_notices, ENGINE_NOTICES)))
@@ -203,8 +203,7 @@ static int engine_start_groups(struct ekv_engine *engine, const ekv_options *opt
 static void engine_free(struct ekv_engine *engine)
 {
     for (uint32_t i = 0; i < engine->group_count; i++)
-        if (engine->groups[i].submissions.cells || engine->groups[i].started)
-            group_stop(&engine->groups[i]);
+        group_stop(&engine->groups[i]);
     for (uint32_t i = 0; engine->rails && i < engine->rail_count; i++)
         if (engine->rails[i].library)
             rail_close(&engine->rails[i]);
@@ -256,7 +255,6 @@ static int engine_open_parts(struct ekv_engine *engine, const ekv_options *optio
     code = device_list_open(&devices, &engine->fabric, options, error);
     if (code != EKV_OK)
         return code;
-    engine->delivery_complete = devices.delivery_complete;
     engine->rail_count = devices.count;
     log_write(&engine->log, LOG_INFO, "libfabric %u.%u from %s, interface version %u.%u asked for",
               FI_MAJOR(engine->fabric.running_version), FI_MINOR(engine->fabric.running_version),
@@ -332,7 +330,7 @@ static void group_close_rails(struct group *group, struct command *command)
         rail_close_endpoint(&engine->rails[group->rail_first + i]);
     group_abort_all(group);
     while (group->warm_count > 0)
-        warm_settle(group, group->warms[--group->warm_count].warm, EKV_ECLOSED);
+        warm_settle(group->warms[--group->warm_count].warm, EKV_ECLOSED);
     for (uint32_t i = 0; i < engine->memory.used; i++)
         for (uint32_t r = 0; engine->memory.regions[i].rails && r < group->rail_count; r++)
             region_rail_close(&engine->memory.regions[i].rails[group->rail_first + r]);
@@ -340,8 +338,7 @@ static void group_close_rails(struct group *group, struct command *command)
         rail_close(&engine->rails[group->rail_first + i]);
 }
 
-static int engine_call_all(struct ekv_engine *engine,
-                           void (*run)(struct group *, struct command *))
+static int engine_call_all(struct ekv_engine *engine, void (*run)(struct group *, struct command *))
 {
     int sum = 0;
 

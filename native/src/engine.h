@@ -32,8 +32,7 @@ struct command {
     ekv_error error;
     bool done;
     struct command *next;
-    struct region *region; /* arguments of the commands of engine_control.c */
-    struct region_rail *replaced;
+    struct region *region; /* arguments, as the command needs them */
     struct peer *peer;
     struct warm *warm;
 };
@@ -58,6 +57,7 @@ struct group {
     struct ekv_engine *engine;
     uint32_t index;
     pthread_t thread;
+    bool made; /* its locks exist */
     bool started;
     uint32_t rail_first;
     uint32_t rail_count;
@@ -83,11 +83,12 @@ struct group {
     uint32_t warm_count;
     uint32_t warm_capacity;
     uint64_t round;
-    uint64_t active_ns; /* when something last happened */
-    uint64_t checked_ns; /* when deadlines were last looked at */
-    uint64_t idle_ns;    /* the present sleep, while there is nothing to wake us */
-    bool posted_any;
-    bool drained; /* every completion queue was empty in this round */
+    uint64_t active_ns;         /* when something last happened */
+    uint64_t checked_ns;        /* when deadlines were last looked at */
+    uint64_t idle_ns;           /* the present sleep, while there is nothing to wake us */
+    uint32_t futile_wakes;      /* by a rail's descriptor, with nothing behind them */
+    uint64_t distrust_until_ns; /* till then those descriptors are left out */
+    bool drained;               /* every completion queue was empty in this round */
 };
 
 /* Values in a submission ring: what in the upper half, index in the lower. */
@@ -99,7 +100,6 @@ struct ekv_engine {
     uint8_t tag;
     uint64_t incarnation;
     bool near;
-    bool delivery_complete;
     uint64_t stripe_bytes;
     uint64_t region_chunk_bytes;
     uint64_t spin_ns;
@@ -144,15 +144,16 @@ void group_wait(struct group *group, bool worked);
 
 /* post.c: from jobs to operations. True: something was posted or copied. */
 bool group_post(struct group *group, uint64_t now_ns);
-bool group_path(struct group *group, struct peer *peer, struct rail *rail, uint32_t nic,
-                fi_addr_t *address);
+/* The address of a peer's NIC on a rail, inserted when first used. */
+bool group_path(struct peer *peer, struct rail *rail, uint32_t nic, fi_addr_t *address);
 void operation_begin(struct rail *rail, struct operation *operation);
 
 /* settle.c: from completions to job outcomes. */
 bool group_drain(struct group *group, uint64_t now_ns);
 void group_check_deadlines(struct group *group, uint64_t now_ns);
 /* With job->lock held: moves the job to its next stage when nothing is unsettled.
- * True: it is over, and the caller must call job_conclude without the lock. */
+ * True: it is over and held once more, and the caller must call job_conclude without
+ * the lock. */
 bool job_advance(struct group *group, struct job *job);
 void job_conclude(struct group *group, struct job *job);
 /* Is there a path to the job's peer that has not failed lately? */
@@ -161,8 +162,8 @@ void group_abort_all(struct group *group);
 void trace_job(struct ekv_engine *engine, uint32_t event, const struct job *job, uint32_t rail);
 
 /* warm.c */
-void warm_drop(struct warm *warm, struct ekv_engine *engine);
-void warm_settle(struct group *group, struct warm *warm, int code);
+void warm_drop(struct warm *warm);
+void warm_settle(struct warm *warm, int code);
 bool group_post_warms(struct group *group, uint64_t now_ns);
 void warm_run(struct group *group, struct command *command);
 
@@ -171,14 +172,13 @@ void registry_add(struct ekv_engine *engine);
 void registry_remove(struct ekv_engine *engine);
 /* Waits until every other engine has served what is in its queues. */
 void registry_flush(void);
-int near_copy(struct ekv_engine *engine, const struct job *job, const struct piece *piece);
-int near_notify(struct ekv_engine *engine, const struct job *job, const ekv_notice *notice);
+int near_copy(const struct job *job, const struct piece *piece);
+int near_notify(const struct job *job, const ekv_notice *notice);
 
 /* engine.c */
 void engine_signal(struct ekv_engine *engine);
 void engine_unsignal(struct ekv_engine *engine);
-void engine_receive_notice(struct ekv_engine *engine, struct rail *rail,
-                           const ekv_notice *notice);
+void engine_receive_notice(struct ekv_engine *engine, struct rail *rail, const ekv_notice *notice);
 void engine_release_job(struct ekv_engine *engine, struct job *job);
 
 /* Every exported call: enter, work, leave. */

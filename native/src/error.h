@@ -7,8 +7,8 @@
 
 /* Fills *error (when not NULL) and returns code, so that callers can write
  * "return error_set(...)". */
-int error_set(ekv_error *error, int code, int provider_code, const char *where,
-              const char *format, ...) __attribute__((format(printf, 5, 6)));
+int error_set(ekv_error *error, int code, int provider_code, const char *where, const char *format,
+              ...) __attribute__((format(printf, 5, 6)));
 
 /* Copies the fields both sides know; *to keeps the struct_size its owner set. */
 void struct_export(void *to, const void *from, size_t from_bytes);

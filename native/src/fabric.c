@@ -33,8 +33,7 @@ static bool path_is_libfabric(const char *path)
            strstr(base, ".so") != NULL;
 }
 
-static void mapped_copies_note(struct mapped_copies *copies, const char *identity,
-                               const char *path)
+static void mapped_copies_note(struct mapped_copies *copies, const char *identity, const char *path)
 {
     for (unsigned i = 0; i < copies->count && i < 2; i++)
         if (strcmp(copies->device_and_inode[i], identity) == 0)
@@ -114,9 +113,9 @@ static bool fabric_symbols(struct fabric *fabric, void *handle)
     struct {
         const char *name;
         void *to;
-    } symbols[] = {{"fi_getinfo", &fabric->getinfo},     {"fi_freeinfo", &fabric->freeinfo},
-                   {"fi_dupinfo", &fabric->dupinfo},     {"fi_fabric", &fabric->open},
-                   {"fi_version", &fabric->version_of},  {"fi_strerror", &fabric->strerror}};
+    } symbols[] = {{"fi_getinfo", &fabric->getinfo},    {"fi_freeinfo", &fabric->freeinfo},
+                   {"fi_dupinfo", &fabric->dupinfo},    {"fi_fabric", &fabric->open},
+                   {"fi_version", &fabric->version_of}, {"fi_strerror", &fabric->strerror}};
 
     for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {
         void *address = dlsym(handle, symbols[i].name);

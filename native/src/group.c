@@ -17,6 +17,7 @@
 #include "error.h"
 
 #define GROUP_CHECK_INTERVAL_NS NS_PER_MS
+#define GROUP_CHECK_LATEST_NS (100 * NS_PER_MS)
 
 struct group *job_home(struct ekv_engine *engine, const struct job *job)
 {
@@ -105,7 +106,7 @@ void group_unlist_live(struct group *group, struct job *job)
 }
 
 /* A job comes here when it is new, when a caller cancelled it, and when another group
- * has work of it that only this one can do. */
+ * has concluded it. */
 void group_accept_job(struct group *group, struct job *job)
 {
     struct ekv_engine *engine = group->engine;
@@ -127,6 +128,8 @@ void group_accept_job(struct group *group, struct job *job)
         job_conclude(group, job);
     else if (!settled)
         group_activate(group, job);
+    else if (job_home(engine, job) == group)
+        group_unlist_live(group, job); /* another group has concluded it */
     job_drop(&engine->jobs, job);
 }
 
@@ -207,8 +210,10 @@ static void *group_main(void *argument)
         worked |= group_post_warms(group, now_ns);
         worked |= group_post(group, now_ns);
         rail_guard_leave(first);
-        /* Only after an empty queue is a deadline really missed. */
-        if (group->drained && now_ns - group->checked_ns >= GROUP_CHECK_INTERVAL_NS) {
+        /* Only after an empty queue is a deadline really missed; but a queue that never
+         * runs empty must not put it off for ever. */
+        if (now_ns - group->checked_ns >=
+            (group->drained ? GROUP_CHECK_INTERVAL_NS : GROUP_CHECK_LATEST_NS)) {
             group->checked_ns = now_ns;
             group_check_deadlines(group, now_ns);
             group_remove_peers(group);
@@ -246,6 +251,7 @@ int group_start(struct group *group, ekv_error *error)
 
     pthread_mutex_init(&group->command_lock, NULL);
     pthread_cond_init(&group->command_done, NULL);
+    group->made = true;
     group->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (group->wake_fd < 0)
         return error_set(error, EKV_ESYSTEM, errno, "eventfd", "%s", strerror(errno));
@@ -264,6 +270,8 @@ int group_start(struct group *group, ekv_error *error)
 
 void group_stop(struct group *group)
 {
+    if (!group->made)
+        return;
     if (group->started) {
         atomic_store(&group->stop, true);
         group_wake(group);

@@ -8,11 +8,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-enum identifier_kind {
-    IDENTIFIER_REGION = 1,
-    IDENTIFIER_PEER = 2,
-    IDENTIFIER_JOB = 3
-};
+enum identifier_kind { IDENTIFIER_REGION = 1, IDENTIFIER_PEER = 2, IDENTIFIER_JOB = 3 };
 
 #define IDENTIFIER_INDEX_LIMIT (1u << 24)
 #define IDENTIFIER_GENERATION_MASK 0xffffffu

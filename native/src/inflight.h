@@ -22,11 +22,11 @@ struct warm;
 
 enum operation_kind {
     OPERATION_FREE = 0,
-    OPERATION_DATA,    /* a stripe of a job */
-    OPERATION_FLUSH,   /* the one-byte read behind a job's writes */
-    OPERATION_NOTICE,  /* a job's notice */
-    OPERATION_WARM,    /* the empty message of ekv_peer_warm */
-    OPERATION_RECEIVE  /* waits for a notice */
+    OPERATION_DATA,   /* a stripe of a job */
+    OPERATION_FLUSH,  /* the one-byte read behind a job's writes */
+    OPERATION_NOTICE, /* a job's notice */
+    OPERATION_WARM,   /* the empty message of ekv_peer_warm */
+    OPERATION_RECEIVE /* waits for a notice */
 };
 
 struct operation {

@@ -234,8 +234,8 @@ int jobs_result(struct jobs *jobs, uint8_t tag, ekv_job_id id, ekv_result *resul
     return job ? EKV_OK : EKV_ESTALE;
 }
 
-int jobs_wait(struct jobs *jobs, uint8_t tag, ekv_job_id id, uint64_t until_ns,
-              bool until_fenced, ekv_result *result)
+int jobs_wait(struct jobs *jobs, uint8_t tag, ekv_job_id id, uint64_t until_ns, bool until_fenced,
+              ekv_result *result)
 {
     struct timespec until = clock_timespec(until_ns);
     struct job *job;
@@ -358,7 +358,6 @@ bool job_flush_note(struct job *job, uint32_t rail, uint32_t nic, uint64_t remot
         job->flushes = grown;
         job->flush_capacity = capacity;
     }
-    job->flushes[job->flush_count++] =
-        (struct flush){.rail = rail, .nic = nic, .remote = remote};
+    job->flushes[job->flush_count++] = (struct flush){.rail = rail, .nic = nic, .remote = remote};
     return true;
 }

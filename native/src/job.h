@@ -49,6 +49,7 @@ struct job {
     uint64_t user_data;
     uint64_t deadline_ns;
     uint64_t submitted_ns;
+    uint64_t region_tells; /* the peer's at submission: newer keys are not for this job */
     ekv_notice notice;
     uint32_t *regions; /* indices of the local regions it may touch */
     uint32_t region_count;
@@ -68,8 +69,8 @@ struct job {
     int status;         /* first failure, or EKV_OK */
     int provider_code;
     int notice_status;
-    bool notice_over;      /* sent, or given up */
-    uint32_t region_last;  /* the region used last, of those in regions */
+    bool notice_over;     /* sent, or given up */
+    uint32_t region_last; /* the region used last, of those in regions */
     bool first_posted;
     char text[160];
 
@@ -126,8 +127,8 @@ void job_drop(struct jobs *jobs, struct job *job);
 bool jobs_publish(struct jobs *jobs, struct job *job, bool fenced);
 
 int jobs_result(struct jobs *jobs, uint8_t tag, ekv_job_id id, ekv_result *result);
-int jobs_wait(struct jobs *jobs, uint8_t tag, ekv_job_id id, uint64_t until_ns,
-              bool until_fenced, ekv_result *result);
+int jobs_wait(struct jobs *jobs, uint8_t tag, ekv_job_id id, uint64_t until_ns, bool until_fenced,
+              ekv_result *result);
 int jobs_release(struct jobs *jobs, uint8_t tag, ekv_job_id id);
 int jobs_poll(struct jobs *jobs, ekv_result *results, size_t capacity);
 bool jobs_nothing_to_report(struct jobs *jobs);

@@ -90,8 +90,7 @@ bool memory_publish(struct memory *memory, struct region *region)
     bool done;
 
     pthread_rwlock_wrlock(&memory->lock);
-    done = range_insert(&memory->ranges, region->begin, region->end,
-                        memory_index(memory, region));
+    done = range_insert(&memory->ranges, region->begin, region->end, memory_index(memory, region));
     if (done)
         region->state = REGION_READY;
     pthread_rwlock_unlock(&memory->lock);
@@ -148,9 +147,8 @@ static void chunks_close(struct region_chunk *chunks, uint32_t count)
 }
 
 /* All chunks of one size; returns libfabric's code. */
-static int region_register_chunks(struct region *region, struct rail *rail,
-                                  struct memory *memory, uint64_t chunk_bytes,
-                                  struct region_rail *made)
+static int region_register_chunks(struct region *region, struct rail *rail, struct memory *memory,
+                                  uint64_t chunk_bytes, struct region_rail *made)
 {
     uint64_t length = region->end - region->begin;
     uint32_t count = (uint32_t)((length + chunk_bytes - 1) / chunk_bytes);

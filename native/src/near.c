@@ -84,14 +84,13 @@ static int near_allowed(const struct memory *memory, const struct piece *piece, 
     return EKV_OK;
 }
 
-int near_copy(struct ekv_engine *engine, const struct job *job, const struct piece *piece)
+int near_copy(const struct job *job, const struct piece *piece)
 {
     void *local = (void *)(uintptr_t)piece->local;
     void *remote = (void *)(uintptr_t)piece->remote;
     struct ekv_engine *target;
     int code = EKV_EPEER;
 
-    (void)engine;
     pthread_rwlock_rdlock(&registry_lock);
     target = registry_find(job->peer->incarnation);
     if (target) {
@@ -110,12 +109,11 @@ int near_copy(struct ekv_engine *engine, const struct job *job, const struct pie
     return code;
 }
 
-int near_notify(struct ekv_engine *engine, const struct job *job, const ekv_notice *notice)
+int near_notify(const struct job *job, const ekv_notice *notice)
 {
     struct ekv_engine *target;
     int code = EKV_EPEER;
 
-    (void)engine;
     pthread_rwlock_rdlock(&registry_lock);
     target = registry_find(job->peer->incarnation);
     if (target)

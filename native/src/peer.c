@@ -249,8 +249,10 @@ int peer_region_put(struct peer *peer, uint64_t id, uint64_t begin, uint64_t len
         code = peer_region_slot(peer, &slot);
         if (code == EKV_OK && !range_insert(&peer->ranges, begin, begin + length, slot))
             code = EKV_ENOMEM;
-        if (code == EKV_OK)
+        if (code == EKV_OK) {
+            region->told = ++peer->region_tells;
             peer->regions[slot] = region;
+        }
         pthread_rwlock_unlock(&peer->lock);
     }
     if (code != EKV_OK) {

@@ -22,10 +22,10 @@ enum path_state { PATH_UNKNOWN = 0, PATH_READY, PATH_FAILED };
 struct path {
     fi_addr_t address;
     enum path_state state;
-    bool usable;        /* both NICs are on the same fabric */
+    bool usable; /* both NICs are on the same fabric */
     bool inserted;
-    uint32_t failures;  /* in a row */
-    uint64_t retry_ns;  /* not used before, unless nothing else is left */
+    uint32_t failures; /* in a row */
+    uint64_t retry_ns; /* not used before, unless nothing else is left */
 };
 
 /* What one rail knows about a peer. */
@@ -50,6 +50,7 @@ struct remote_region {
     uint64_t id;
     uint64_t begin;
     uint64_t end;
+    uint64_t told; /* the peer's region_tells when these keys came */
     struct remote_key *keys;
     uint32_t *first_key; /* per NIC, with one more at the end */
 };
@@ -65,10 +66,11 @@ struct peer {
     ekv_nic *nics;
     uint32_t nic_count;
     struct peer_rail *rails;
-    _Atomic uint32_t jobs; /* jobs that may still touch it */
+    _Atomic uint32_t jobs;        /* jobs that may still touch it */
     _Atomic uint32_t groups_left; /* groups that still have to let go of it */
     pthread_rwlock_t lock;
     struct range_table ranges;
+    uint64_t region_tells;          /* how often regions or new keys were told */
     struct remote_region **regions; /* by range slot */
     uint32_t region_capacity;
 };

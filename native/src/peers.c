@@ -36,9 +36,11 @@ static void command_resolve(struct group *group, struct command *command)
         if (side->compatible) {
             int nic = peer_choose_nic(peer, r, clock_now_ns(), false);
 
-            if (nic >= 0 && !group_path(group, peer, rail, (uint32_t)nic, &address))
-                log_write(&engine->log, LOG_WARNING, "rail %u: the address of NIC %s of a peer "
-                          "is refused by the provider", r, peer->nics[nic].name);
+            if (nic >= 0 && !group_path(peer, rail, (uint32_t)nic, &address))
+                log_write(&engine->log, LOG_WARNING,
+                          "rail %u: the address of NIC %s of a peer "
+                          "is refused by the provider",
+                          r, peer->nics[nic].name);
         }
     }
     command->code = (int)usable;
@@ -68,8 +70,8 @@ static void peer_dismiss(struct ekv_engine *engine, struct peer *peer)
 {
     for (uint32_t i = 0; i < engine->group_count; i++) {
         /* The ring has room for every peer. */
-        bool queued = ring_push(&engine->groups[i].submissions,
-                                SUBMISSION_PEER_REMOVED | peer->index);
+        bool queued =
+            ring_push(&engine->groups[i].submissions, SUBMISSION_PEER_REMOVED | peer->index);
 
         assert(queued);
         (void)queued;
@@ -95,8 +97,8 @@ static ekv_nic *nics_import(const ekv_nic *nics, size_t count)
     return copies;
 }
 
-static int peer_add(struct ekv_engine *engine, const ekv_peer_options *options,
-                    const ekv_nic *nics, size_t nic_count, ekv_peer_id *id, ekv_error *error)
+static int peer_add(struct ekv_engine *engine, const ekv_peer_options *options, const ekv_nic *nics,
+                    size_t nic_count, ekv_peer_id *id, ekv_error *error)
 {
     ekv_nic *copies = nics_import(nics, nic_count);
     struct peer *peer;
@@ -104,8 +106,8 @@ static int peer_add(struct ekv_engine *engine, const ekv_peer_options *options,
 
     if (!copies)
         return error_set(error, EKV_EINVAL, 0, "ekv_peer_add", "a NIC's struct_size is wrong");
-    peer = peer_take(&engine->peers, options, copies, (uint32_t)nic_count, engine->rail_count,
-                     &code);
+    peer =
+        peer_take(&engine->peers, options, copies, (uint32_t)nic_count, engine->rail_count, &code);
     free(copies);
     if (!peer)
         return error_set(error, code, 0, "ekv_peer_add",
@@ -181,8 +183,8 @@ static ekv_remote_key *keys_import(const ekv_remote_key *keys, size_t count)
     return copies;
 }
 
-static int remote_keys_check(const struct peer *peer, uint64_t length,
-                             const ekv_remote_key *keys, size_t count, ekv_error *error)
+static int remote_keys_check(const struct peer *peer, uint64_t length, const ekv_remote_key *keys,
+                             size_t count, ekv_error *error)
 {
     for (size_t i = 0; i < count; i++)
         if (keys[i].nic >= peer->nic_count || keys[i].offset_bytes >= length ||
@@ -278,7 +280,7 @@ static int peer_warm(struct ekv_engine *engine, struct peer *peer, double timeou
     if (code != EKV_OK)
         error_set(error, code, 0, "ekv_peer_warm", "%u pairs of NICs are left unwarmed: %s",
                   atomic_load(&warm->remaining), ekv_code_text(code));
-    warm_drop(warm, engine);
+    warm_drop(warm);
     return code;
 }
 
@@ -290,8 +292,8 @@ int ekv_peer_warm(struct ekv_engine *engine, ekv_peer_id id, double timeout_s, e
     if (code != EKV_OK)
         return code;
     peer = peer_hold(engine, id);
-    code = peer ? peer_warm(engine, peer, timeout_s, error)
-                : peer_stale(id, "ekv_peer_warm", error);
+    code =
+        peer ? peer_warm(engine, peer, timeout_s, error) : peer_stale(id, "ekv_peer_warm", error);
     engine_leave(engine);
     return code;
 }

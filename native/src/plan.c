@@ -89,8 +89,8 @@ static int plan_copy_rows(struct plan *plan, const void *rows, size_t row_count,
 
         if (row->length_bytes == 0)
             continue;
-        if (!row_end(row->local_address, row->local_stride_bytes, row->length_bytes,
-                     local_highest, &end) ||
+        if (!row_end(row->local_address, row->local_stride_bytes, row->length_bytes, local_highest,
+                     &end) ||
             !row_end(row->remote_address, row->remote_stride_bytes, row->length_bytes,
                      remote_highest, &end) ||
             __builtin_mul_overflow(row->length_bytes, (uint64_t)block_count, &bytes) ||
@@ -111,8 +111,8 @@ static void bounds_of(const uint32_t *blocks, size_t count, uint32_t *low, uint3
 }
 
 int plan_open_paged(struct plan *plan, const void *rows, size_t row_count,
-                    const uint32_t *local_blocks, const uint32_t *remote_blocks,
-                    size_t block_count, uint64_t stripe_bytes)
+                    const uint32_t *local_blocks, const uint32_t *remote_blocks, size_t block_count,
+                    uint64_t stripe_bytes)
 {
     int code;
 
@@ -124,8 +124,8 @@ int plan_open_paged(struct plan *plan, const void *rows, size_t row_count,
     bounds_of(remote_blocks, block_count, &plan->remote_low, &plan->remote_high);
     code = plan_find_runs(plan, local_blocks, remote_blocks, block_count);
     if (code == EKV_OK)
-        code = plan_copy_rows(plan, rows, row_count, plan->local_high, plan->remote_high,
-                              block_count);
+        code =
+            plan_copy_rows(plan, rows, row_count, plan->local_high, plan->remote_high, block_count);
     if (code != EKV_OK)
         plan_close(plan);
     return code;
@@ -155,10 +155,10 @@ static bool plan_next_paged(struct plan *plan, struct piece *span)
         return false;
     row = &plan->rows[plan->outer];
     run = &plan->runs[plan->run];
-    span->local = row->local_address +
-                  ((uint64_t)run->local + plan->block) * row->local_stride_bytes;
-    span->remote = row->remote_address +
-                   ((uint64_t)run->remote + plan->block) * row->remote_stride_bytes;
+    span->local =
+        row->local_address + ((uint64_t)run->local + plan->block) * row->local_stride_bytes;
+    span->remote =
+        row->remote_address + ((uint64_t)run->remote + plan->block) * row->remote_stride_bytes;
     span->length = row->length_bytes;
     if (row_is_dense(row)) {
         span->length *= run->count;
@@ -239,7 +239,9 @@ void plan_row_hull(const struct plan *plan, size_t row_index, uint64_t *local,
     const ekv_row *row = &plan->rows[row_index];
 
     *local = row->local_address + plan->local_low * row->local_stride_bytes;
-    *local_bytes = (plan->local_high - plan->local_low) * row->local_stride_bytes + row->length_bytes;
+    *local_bytes =
+        (plan->local_high - plan->local_low) * row->local_stride_bytes + row->length_bytes;
     *remote = row->remote_address + plan->remote_low * row->remote_stride_bytes;
-    *remote_bytes = (plan->remote_high - plan->remote_low) * row->remote_stride_bytes + row->length_bytes;
+    *remote_bytes =
+        (plan->remote_high - plan->remote_low) * row->remote_stride_bytes + row->length_bytes;
 }

@@ -42,10 +42,10 @@ struct plan {
     uint32_t remote_low;
     uint32_t remote_high;
 
-    size_t outer;  /* descriptor, or row */
-    size_t run;    /* run within the row */
-    uint32_t block; /* block within the run, for rows whose blocks are not dense */
-    struct piece span; /* what is left of the current contiguous span */
+    size_t outer;         /* descriptor, or row */
+    size_t run;           /* run within the row */
+    uint32_t block;       /* block within the run, for rows whose blocks are not dense */
+    struct piece span;    /* what is left of the current contiguous span */
     uint64_t stripe_left; /* bytes until the next stripe boundary of the span */
 };
 
@@ -53,8 +53,8 @@ struct plan {
 int plan_open_list(struct plan *plan, const uint64_t *local, const uint64_t *remote,
                    const uint64_t *lengths, size_t count, uint64_t stripe_bytes);
 int plan_open_paged(struct plan *plan, const void *rows, size_t row_count,
-                    const uint32_t *local_blocks, const uint32_t *remote_blocks,
-                    size_t block_count, uint64_t stripe_bytes);
+                    const uint32_t *local_blocks, const uint32_t *remote_blocks, size_t block_count,
+                    uint64_t stripe_bytes);
 void plan_close(struct plan *plan);
 
 /* The next piece, or false at the end. */

@@ -40,12 +40,10 @@ enum turn {
     TURN_OVER     /* nothing is left to post at this stage */
 };
 
-bool group_path(struct group *group, struct peer *peer, struct rail *rail, uint32_t nic,
-                fi_addr_t *address)
+bool group_path(struct peer *peer, struct rail *rail, uint32_t nic, fi_addr_t *address)
 {
     struct path *path = &peer->rails[rail->index].paths[nic];
 
-    (void)group;
     if (!rail->endpoint)
         return false;
     if (!path->inserted) {
@@ -77,8 +75,8 @@ void operation_begin(struct rail *rail, struct operation *operation)
                               memory_order_relaxed);
 }
 
-static bool rail_has_credit(struct group *group, const struct peer *peer,
-                            const struct rail *rail, uint64_t now_ns)
+static bool rail_has_credit(struct group *group, const struct peer *peer, const struct rail *rail,
+                            uint64_t now_ns)
 {
     const struct peer_rail *side = &peer->rails[rail->index];
     uint32_t peers = atomic_load_explicit(&group->engine->peers.count, memory_order_relaxed);
@@ -143,7 +141,8 @@ static struct region *job_region_at(struct memory *memory, struct job *job, uint
     return NULL;
 }
 
-/* Finds the registrations behind the piece and cuts it where either ends. */
+/* Finds the registrations behind the piece and cuts it where either ends.  With the
+ * peer's lock held for reading. */
 static int aim_cut(struct group *group, struct job *job, struct aim *aim)
 {
     struct memory *memory = &group->engine->memory;
@@ -159,18 +158,19 @@ static int aim_cut(struct group *group, struct job *job, struct aim *aim)
     chunk = region_chunk_at(aim->region, aim->rail->index, aim->piece.local, &local_left);
     if (!chunk)
         return EKV_EREGION;
-    pthread_rwlock_rdlock(&job->peer->lock);
     remote = peer_region_at(job->peer, aim->piece.remote, aim->piece.length);
     if (remote)
         key = remote_key_at(remote, aim->nic, aim->piece.remote, &remote_left);
     if (key) {
         aim->key = key->key;
-        aim->remote_address =
-            key->base + (aim->piece.remote - remote->begin - key->offset_bytes);
+        aim->remote_address = key->base + (aim->piece.remote - remote->begin - key->offset_bytes);
     }
-    pthread_rwlock_unlock(&job->peer->lock);
     if (!key)
         return EKV_EREMOTEREGION;
+    /* A peer changes keys to shut out what was on its way: a job from before must not
+     * come in with the new ones. */
+    if (remote->told > job->region_tells)
+        return EKV_EACCESS;
     aim->descriptor = chunk->descriptor;
     aim->piece.length = stripe_cut(aim->piece.length, local_left, remote_left);
     if (longest && aim->piece.length > longest)
@@ -180,8 +180,8 @@ static int aim_cut(struct group *group, struct job *job, struct aim *aim)
 
 /* Back-pressure is normal while operations are in flight.  With none in flight it means
  * that no connection comes about: some providers say nothing else about a dead peer. */
-static enum turn operation_refused(struct group *group, struct job *job,
-                                   struct peer_rail *side, struct path *path)
+static enum turn operation_refused(struct group *group, struct job *job, struct peer_rail *side,
+                                   struct path *path)
 {
     uint64_t now_ns = clock_now_ns();
 
@@ -247,7 +247,7 @@ static struct operation *aim_operation(struct job *job, const struct aim *aim,
     return operation;
 }
 
-/* With job->lock held. */
+/* With job->lock and, for reading, the peer's lock held. */
 static enum turn job_post_stripe(struct group *group, struct job *job, uint64_t now_ns)
 {
     struct retry *retry = job->retry_count ? &job->retries[job->retry_count - 1] : NULL;
@@ -260,6 +260,8 @@ static enum turn job_post_stripe(struct group *group, struct job *job, uint64_t 
     if (retry) {
         aim.piece = retry->piece;
     } else if (!plan_peek(&job->plan, &aim.piece)) {
+        if (!job->plan_over)
+            trace_job(group->engine, EKV_TRACE_LAST_POST, job, 0);
         job->plan_over = true;
         return TURN_OVER;
     }
@@ -271,11 +273,12 @@ static enum turn job_post_stripe(struct group *group, struct job *job, uint64_t 
     code = aim_cut(group, job, &aim);
     if (code != EKV_OK) {
         job_fail(job, code, 0,
-                 code == EKV_EREGION ? "a local region went away"
-                                     : "the peer's region went away or has no key for this NIC");
+                 code == EKV_EREGION   ? "a local region went away"
+                 : code == EKV_EACCESS ? "the peer changed its keys after the job was submitted"
+                                       : "the peer's region went away or has no key for this NIC");
         return TURN_OVER;
     }
-    if (!group_path(group, job->peer, aim.rail, aim.nic, &aim.address))
+    if (!group_path(job->peer, aim.rail, aim.nic, &aim.address))
         return TURN_BLOCKED;
     operation = aim_operation(job, &aim, OPERATION_DATA, now_ns);
     if (!operation)
@@ -308,7 +311,7 @@ static enum turn job_post_stripe(struct group *group, struct job *job, uint64_t 
     return TURN_POSTED;
 }
 
-/* With job->lock held. */
+/* With job->lock and, for reading, the peer's lock held. */
 static enum turn job_post_flush(struct group *group, struct job *job, uint64_t now_ns)
 {
     for (uint32_t i = 0; i < job->flush_count; i++) {
@@ -325,9 +328,8 @@ static enum turn job_post_flush(struct group *group, struct job *job, uint64_t n
             continue;
         aim.rail = &group->engine->rails[flush->rail];
         if (!aim.rail->endpoint || aim.rail->in_flight >= aim.rail->depth ||
-            !group_path(group, job->peer, aim.rail, aim.nic, &aim.address))
+            !group_path(job->peer, aim.rail, aim.nic, &aim.address))
             return TURN_BLOCKED;
-        pthread_rwlock_rdlock(&job->peer->lock);
         remote = peer_region_at(job->peer, flush->remote, 1);
         if (remote)
             key = remote_key_at(remote, aim.nic, flush->remote, &left);
@@ -335,15 +337,14 @@ static enum turn job_post_flush(struct group *group, struct job *job, uint64_t n
             aim.key = key->key;
             aim.remote_address = key->base + (flush->remote - remote->begin - key->offset_bytes);
         }
-        pthread_rwlock_unlock(&job->peer->lock);
         operation = key ? aim_operation(job, &aim, OPERATION_FLUSH, now_ns) : NULL;
         if (!key)
             job_fail(job, EKV_EREMOTEREGION, 0, "the peer's region went away");
         if (!operation)
             return key ? TURN_BLOCKED : TURN_OVER;
-        turn = operation_posted(group, job, &aim, operation,
-                                rail_post_flush(aim.rail, operation, aim.address,
-                                                aim.remote_address, aim.key));
+        turn = operation_posted(
+            group, job, &aim, operation,
+            rail_post_flush(aim.rail, operation, aim.address, aim.remote_address, aim.key));
         flush->posted = turn == TURN_POSTED;
         return turn == TURN_AGAIN ? TURN_BLOCKED : turn; /* no other rail will do */
     }
@@ -364,7 +365,7 @@ static enum turn job_post_notice(struct group *group, struct job *job, uint64_t 
     notice.bytes = atomic_load(&job->bytes);
     notice.sender = group->engine->incarnation;
     if (job->near) {
-        job->notice_status = near_notify(group->engine, job, &notice);
+        job->notice_status = near_notify(job, &notice);
         job->notice_over = true;
         return TURN_OVER;
     }
@@ -374,7 +375,7 @@ static enum turn job_post_notice(struct group *group, struct job *job, uint64_t 
         job->notice_over = hopeless;
         return hopeless ? TURN_OVER : TURN_BLOCKED;
     }
-    if (!group_path(group, job->peer, aim.rail, aim.nic, &aim.address))
+    if (!group_path(job->peer, aim.rail, aim.nic, &aim.address))
         return TURN_BLOCKED;
     operation = aim_operation(job, &aim, OPERATION_NOTICE, now_ns);
     if (!operation)
@@ -404,7 +405,7 @@ static enum turn job_copy_near(struct group *group, struct job *job)
             job->plan_over = true;
             return TURN_OVER;
         }
-        code = near_copy(group->engine, job, &piece);
+        code = near_copy(job, &piece);
         if (code != EKV_OK) {
             job_fail(job, code, 0, "the engine of this process refused the copy");
             return TURN_OVER;
@@ -439,8 +440,7 @@ static enum turn job_post_one(struct group *group, struct job *job, uint64_t now
 }
 
 /* One job's turn. True: the job stays in the list. */
-static bool group_take_turn(struct group *group, struct job *job, uint64_t now_ns,
-                            uint32_t *posted)
+static bool group_take_turn(struct group *group, struct job *job, uint64_t now_ns, uint32_t *posted)
 {
     enum turn turn = TURN_POSTED;
     enum job_stage stage;
@@ -448,10 +448,14 @@ static bool group_take_turn(struct group *group, struct job *job, uint64_t now_n
     bool stays = true;
 
     pthread_mutex_lock(&job->lock);
+    if (!job->near)
+        pthread_rwlock_rdlock(&job->peer->lock);
     for (uint32_t i = 0; i < POST_TURN_STRIPES && turn <= TURN_AGAIN; i++) {
         turn = job_post_one(group, job, now_ns);
         *posted += turn == TURN_POSTED;
     }
+    if (!job->near)
+        pthread_rwlock_unlock(&job->peer->lock);
     stage = job->stage;
     if (turn == TURN_OVER) {
         over = job_advance(group, job);

@@ -313,8 +313,7 @@ static struct rail_address *rail_address_find(struct rail *rail, const uint8_t *
     return NULL;
 }
 
-bool rail_address_take(struct rail *rail, const uint8_t *bytes, uint32_t length,
-                       fi_addr_t *address)
+bool rail_address_take(struct rail *rail, const uint8_t *bytes, uint32_t length, fi_addr_t *address)
 {
     struct rail_address *known = rail_address_find(rail, bytes, length);
 

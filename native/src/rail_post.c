@@ -22,8 +22,7 @@ enum efa_status {
  * when the kernel has taken it (seen with libfabric 1.17). */
 static uint64_t rail_flags(const struct rail *rail)
 {
-    return FI_COMPLETION |
-           (rail->nic.flags & EKV_NIC_DELIVERY_COMPLETE ? FI_DELIVERY_COMPLETE : 0);
+    return FI_COMPLETION | (rail->nic.flags & EKV_NIC_DELIVERY_COMPLETE ? FI_DELIVERY_COMPLETE : 0);
 }
 
 ssize_t rail_post_data(struct rail *rail, struct operation *operation, void *descriptor,
@@ -31,8 +30,7 @@ ssize_t rail_post_data(struct rail *rail, struct operation *operation, void *des
 {
     struct iovec local = {.iov_base = (void *)(uintptr_t)operation->piece.local,
                           .iov_len = operation->piece.length};
-    struct fi_rma_iov remote = {
-        .addr = remote_address, .len = operation->piece.length, .key = key};
+    struct fi_rma_iov remote = {.addr = remote_address, .len = operation->piece.length, .key = key};
     struct fi_msg_rma message = {.msg_iov = &local,
                                  .desc = &descriptor,
                                  .iov_count = 1,
@@ -74,8 +72,7 @@ static ssize_t rail_post_receive(struct rail *rail, struct operation *operation)
 void rail_post_receives(struct rail *rail)
 {
     while (rail->unposted_count > 0) {
-        ssize_t answer =
-            rail_post_receive(rail, rail->unposted[rail->unposted_count - 1]);
+        ssize_t answer = rail_post_receive(rail, rail->unposted[rail->unposted_count - 1]);
 
         if (answer != 0)
             return; /* kept; the next round tries again */

@@ -106,8 +106,7 @@ const struct range *range_find(const struct range_table *table, uint64_t address
     return best;
 }
 
-bool range_covers(const struct range_table *table, uint64_t address, uint64_t length,
-                  uint64_t *gap)
+bool range_covers(const struct range_table *table, uint64_t address, uint64_t length, uint64_t *gap)
 {
     while (length > 0) {
         const struct range *found = range_find(table, address, length);
@@ -138,8 +137,7 @@ const struct range *range_nearest(const struct range_table *table, uint64_t addr
     const struct range *best = NULL;
 
     for (size_t i = 0; i < table->count; i++)
-        if (!best ||
-            range_distance(&table->items[i], address) < range_distance(best, address))
+        if (!best || range_distance(&table->items[i], address) < range_distance(best, address))
             best = &table->items[i];
     return best;
 }

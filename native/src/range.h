@@ -11,7 +11,7 @@
 
 struct range {
     uint64_t begin;
-    uint64_t end; /* one past the last byte */
+    uint64_t end;  /* one past the last byte */
     uint32_t slot; /* the owner's number for it */
 };
 
@@ -32,8 +32,7 @@ bool range_remove(struct range_table *table, uint32_t slot);
 
 /* Of the ranges that hold the byte at address, the one that reaches furthest (and so
  * holds address + length if any does), or NULL. */
-const struct range *range_find(const struct range_table *table, uint64_t address,
-                               uint64_t length);
+const struct range *range_find(const struct range_table *table, uint64_t address, uint64_t length);
 
 /* True when every byte lies in some range; else *gap is the first one that does not. */
 bool range_covers(const struct range_table *table, uint64_t address, uint64_t length,

@@ -36,8 +36,7 @@ bool ring_push(struct ring *ring, uint64_t value)
 
         if (sequence == tail) {
             if (atomic_compare_exchange_weak_explicit(&ring->tail, &tail, tail + 1,
-                                                      memory_order_relaxed,
-                                                      memory_order_relaxed)) {
+                                                      memory_order_relaxed, memory_order_relaxed)) {
                 cell->value = value;
                 atomic_store_explicit(&cell->sequence, tail + 1, memory_order_release);
                 return true;

@@ -70,6 +70,8 @@ bool job_advance(struct group *group, struct job *job)
         trace_job(group->engine, EKV_TRACE_FAILED, job, 0);
     }
     job->stage = JOB_SETTLED;
+    /* From here on other groups may let go of it; this hold is for job_conclude. */
+    job_hold(&group->engine->jobs, job);
     return true;
 }
 
@@ -88,9 +90,9 @@ void job_conclude(struct group *group, struct job *job)
     pthread_mutex_unlock(&job->lock);
     if (home == group) {
         group_unlist_live(group, job);
+        job_drop(&engine->jobs, job);
         return;
     }
-    job_hold(&engine->jobs, job);
     if (ring_push(&home->submissions, SUBMISSION_JOB | job->index))
         group_wake(home);
     else
@@ -110,7 +112,8 @@ bool job_has_detour(struct group *group, const struct job *job, uint64_t now_ns)
 }
 
 /* With job->lock held. */
-static void job_take_success(struct rail *rail, struct job *job, const struct operation *operation)
+static void job_take_success(struct group *group, struct rail *rail, struct job *job,
+                             const struct operation *operation)
 {
     uint64_t bytes = operation->piece.length;
 
@@ -118,6 +121,7 @@ static void job_take_success(struct rail *rail, struct job *job, const struct op
         job->notice_status = EKV_OK;
         job->notice_over = true;
         counter_add(&rail->counters.notices_sent, 1);
+        trace_job(group->engine, EKV_TRACE_NOTICED, job, rail->index);
         return;
     }
     if (operation->kind == OPERATION_FLUSH)
@@ -182,14 +186,14 @@ static void operation_settle(struct group *group, struct rail *rail, struct oper
     if (ended.region)
         region_leave(ended.region);
     if (ended.kind == OPERATION_WARM) {
-        warm_settle(group, ended.warm, outcome->code);
+        warm_settle(ended.warm, outcome->code);
         return;
     }
     pthread_mutex_lock(&ended.job->lock);
     assert(ended.job->unsettled > 0);
     ended.job->unsettled--;
     if (outcome->code == EKV_OK)
-        job_take_success(rail, ended.job, &ended);
+        job_take_success(group, rail, ended.job, &ended);
     else
         job_take_failure(group, rail, ended.job, &ended, outcome, now_ns);
     over = job_advance(group, ended.job);

@@ -137,6 +137,7 @@ static int check_addresses(struct submission *submission)
         return error_set(submission->error, EKV_ENOMEM, 0, "ekv_submit", "out of memory");
     pthread_rwlock_rdlock(&engine->memory.lock);
     pthread_rwlock_rdlock(&submission->peer->lock);
+    submission->job->region_tells = submission->peer->region_tells;
     if (!plan->rows || !hulls_are_covered(submission))
         code = plan_each(plan, check_span, submission);
     if (code == EKV_OK)
@@ -293,19 +294,18 @@ int ekv_submit(struct ekv_engine *engine, const ekv_job_options *options,
     else
         code = submission_begin(&submission, engine, options, error);
     if (code == EKV_OK)
-        code = submission_end(&submission,
-                              plan_open_list(&submission.job->plan, local_addresses,
-                                             remote_addresses, lengths_bytes, count,
-                                             engine->stripe_bytes),
-                              job);
+        code =
+            submission_end(&submission,
+                           plan_open_list(&submission.job->plan, local_addresses, remote_addresses,
+                                          lengths_bytes, count, engine->stripe_bytes),
+                           job);
     engine_leave(engine);
     return code;
 }
 
-int ekv_submit_paged(struct ekv_engine *engine, const ekv_job_options *options,
-                     const ekv_row *rows, size_t row_count, const uint32_t *local_blocks,
-                     const uint32_t *remote_blocks, size_t block_count, ekv_job_id *job,
-                     ekv_error *error)
+int ekv_submit_paged(struct ekv_engine *engine, const ekv_job_options *options, const ekv_row *rows,
+                     size_t row_count, const uint32_t *local_blocks, const uint32_t *remote_blocks,
+                     size_t block_count, ekv_job_id *job, ekv_error *error)
 {
     struct submission submission;
     int code = engine_enter(engine, error);
@@ -318,9 +318,8 @@ int ekv_submit_paged(struct ekv_engine *engine, const ekv_job_options *options,
         code = submission_begin(&submission, engine, options, error);
     if (code == EKV_OK)
         code = submission_end(&submission,
-                              plan_open_paged(&submission.job->plan, rows, row_count,
-                                              local_blocks, remote_blocks, block_count,
-                                              engine->stripe_bytes),
+                              plan_open_paged(&submission.job->plan, rows, row_count, local_blocks,
+                                              remote_blocks, block_count, engine->stripe_bytes),
                               job);
     engine_leave(engine);
     return code;

@@ -17,8 +17,16 @@
 #define WAIT_LONGEST_SLEEP_NS (2 * NS_PER_MS)
 /* Deadlines are kept to this while jobs wait for a silent peer. */
 #define WAIT_LIVE_SLEEP_NS (5 * NS_PER_MS)
+/* While jobs are under way and something happened not long ago. */
+#define WAIT_BUSY_SLEEP_NS (50 * NS_PER_US)
+#define WAIT_PATIENCE_NS (50 * NS_PER_MS)
 #define WAIT_RETRY_SLEEP_NS NS_PER_MS
 #define WAIT_IDLE_SLEEP_NS (500 * NS_PER_MS)
+/* The wait descriptor of a provider can stay readable with nothing behind it (seen with
+ * the native TCP provider of libfabric 1.17 after its first write).  After so many empty
+ * wake-ups in a row the descriptors are left out for a while. */
+#define WAIT_FUTILE_LIMIT 8u
+#define WAIT_DISTRUST_NS (1 * NS_PER_SECOND)
 
 struct wait_set {
     struct pollfd fds[RAILS_MAX + 1];
@@ -30,6 +38,7 @@ struct wait_set {
 static void wait_set_fill(struct group *group, struct wait_set *set)
 {
     struct ekv_engine *engine = group->engine;
+    bool distrusted = clock_now_ns() < group->distrust_until_ns;
 
     set->fds[0] = (struct pollfd){.fd = group->wake_fd, .events = POLLIN};
     set->count = 1;
@@ -41,7 +50,7 @@ static void wait_set_fill(struct group *group, struct wait_set *set)
 
         if (!rail->endpoint)
             continue;
-        if (rail->wait_fd < 0) {
+        if (rail->wait_fd < 0 || distrusted) {
             set->complete = false;
             continue;
         }
@@ -56,12 +65,14 @@ static void wait_set_fill(struct group *group, struct wait_set *set)
 static uint64_t wait_bound_ns(struct group *group, bool complete)
 {
     bool pending = group->live_count > 0 || group->warm_count > 0 || group->removing_count > 0;
-    uint64_t longest = complete ? (pending ? WAIT_LIVE_SLEEP_NS : WAIT_IDLE_SLEEP_NS)
-                                : WAIT_LONGEST_SLEEP_NS;
+    uint64_t longest =
+        complete ? (pending ? WAIT_LIVE_SLEEP_NS : WAIT_IDLE_SLEEP_NS) : WAIT_LONGEST_SLEEP_NS;
 
     /* A full provider says nothing when it has room again. */
     if (group->active_count > 0)
         longest = WAIT_RETRY_SLEEP_NS;
+    if (!complete && group->live_count > 0 && clock_now_ns() - group->active_ns < WAIT_PATIENCE_NS)
+        longest = WAIT_BUSY_SLEEP_NS;
 
     if (complete)
         return longest;
@@ -77,6 +88,21 @@ static bool group_has_calls(struct group *group)
            atomic_load(&group->stop);
 }
 
+/* Counts wake-ups by a rail's descriptor; the next round shows whether they were for
+ * nothing. */
+static void group_judge_wake(struct group *group, const struct wait_set *set)
+{
+    bool by_rail = false;
+
+    for (uint32_t i = 1; i < set->count; i++)
+        by_rail |= set->fds[i].revents != 0;
+    group->futile_wakes = by_rail ? group->futile_wakes + 1 : 0;
+    if (group->futile_wakes > WAIT_FUTILE_LIMIT) {
+        group->futile_wakes = 0;
+        group->distrust_until_ns = clock_now_ns() + WAIT_DISTRUST_NS;
+    }
+}
+
 void group_wait(struct group *group, bool worked)
 {
     struct wait_set set;
@@ -85,6 +111,7 @@ void group_wait(struct group *group, bool worked)
 
     if (worked) {
         group->idle_ns = 0;
+        group->futile_wakes = 0;
         return;
     }
     if (clock_now_ns() - group->active_ns < group->engine->spin_ns) {
@@ -97,8 +124,8 @@ void group_wait(struct group *group, bool worked)
     bound = clock_timespec(wait_bound_ns(group, set.complete));
     atomic_store(&group->sleeping, true);
     atomic_thread_fence(memory_order_seq_cst);
-    if (!group_has_calls(group))
-        ppoll(set.fds, set.count, &bound, NULL);
+    if (!group_has_calls(group) && ppoll(set.fds, set.count, &bound, NULL) > 0)
+        group_judge_wake(group, &set);
     atomic_store(&group->sleeping, false);
     while (read(group->wake_fd, &drained, sizeof drained) > 0)
         ;

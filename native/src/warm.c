@@ -6,16 +6,15 @@
 #include "clock.h"
 #include "engine.h"
 
-void warm_drop(struct warm *warm, struct ekv_engine *engine)
+void warm_drop(struct warm *warm)
 {
-    (void)engine;
     if (atomic_fetch_sub(&warm->users, 1) > 1)
         return;
     atomic_fetch_sub(&warm->peer->jobs, 1);
     free(warm);
 }
 
-void warm_settle(struct group *group, struct warm *warm, int code)
+void warm_settle(struct warm *warm, int code)
 {
     if (code != EKV_OK) {
         int none = EKV_OK;
@@ -23,7 +22,7 @@ void warm_settle(struct group *group, struct warm *warm, int code)
         atomic_compare_exchange_strong(&warm->code, &none, code);
     }
     atomic_fetch_sub(&warm->remaining, 1);
-    warm_drop(warm, group->engine);
+    warm_drop(warm);
 }
 
 static bool warm_item_put(struct group *group, struct warm *warm, uint32_t rail, uint32_t nic)
@@ -39,8 +38,7 @@ static bool warm_item_put(struct group *group, struct warm *warm, uint32_t rail,
     }
     atomic_fetch_add(&warm->users, 1);
     atomic_fetch_add(&warm->remaining, 1);
-    group->warms[group->warm_count++] =
-        (struct warm_item){.warm = warm, .rail = rail, .nic = nic};
+    group->warms[group->warm_count++] = (struct warm_item){.warm = warm, .rail = rail, .nic = nic};
     return true;
 }
 
@@ -69,8 +67,8 @@ static bool warm_item_post(struct group *group, const struct warm_item *item, ui
     ssize_t answer;
 
     if (!rail->endpoint || atomic_load(&peer->state) != PEER_READY ||
-        !group_path(group, peer, rail, item->nic, &address)) {
-        warm_settle(group, item->warm, EKV_EPEER);
+        !group_path(peer, rail, item->nic, &address)) {
+        warm_settle(item->warm, EKV_EPEER);
         return true;
     }
     if (rail->in_flight >= rail->depth)
@@ -91,7 +89,7 @@ static bool warm_item_post(struct group *group, const struct warm_item *item, ui
     inflight_give(&rail->inflight, operation, 0);
     if (answer == -FI_EAGAIN && atomic_load(&item->warm->users) > 1)
         return false;
-    warm_settle(group, item->warm, rail_classify(rail, (int)-answer, 0));
+    warm_settle(item->warm, rail_classify(rail, (int)-answer, 0));
     return true;
 }
 

@@ -76,7 +76,8 @@ static void measure(ekv_engine *engine, ekv_peer_id peer, const struct card *car
     }
     wall = clock_s(CLOCK_MONOTONIC) - began;
     cpu = clock_s(CLOCK_PROCESS_CPUTIME_ID) - cpu;
-    printf("  %-5s %8llu B  %6.2f GB/s  %8.0f descriptors/s  %5.2f us CPU each, %5.0f ns to submit\n",
+    printf("  %-5s %8llu B  %6.2f GB/s  %8.0f descriptors/s  %5.2f us CPU each, %5.0f ns to "
+           "submit\n",
            operation == EKV_WRITE ? "write" : "read", (unsigned long long)size,
            (double)moved / wall / 1e9, (double)descriptors / wall, cpu / (double)descriptors * 1e6,
            submit / (double)descriptors * 1e9);

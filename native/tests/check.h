@@ -10,45 +10,44 @@
 #include <time.h>
 #include <unistd.h>
 
-#define CHECK(condition)                                                              \
-    do {                                                                              \
-        if (!(condition)) {                                                           \
-            fprintf(stderr, "%s:%d: %s: failed: %s\n", __FILE__, __LINE__, __func__,  \
-                    #condition);                                                      \
-            exit(1);                                                                  \
-        }                                                                             \
+#define CHECK(condition)                                                                           \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: %s: failed: %s\n", __FILE__, __LINE__, __func__, #condition);  \
+            exit(1);                                                                               \
+        }                                                                                          \
     } while (0)
 
-#define CHECK_INT(got, wanted)                                                        \
-    do {                                                                              \
-        long long got_ = (long long)(got);                                            \
-        long long wanted_ = (long long)(wanted);                                      \
-        if (got_ != wanted_) {                                                        \
-            fprintf(stderr, "%s:%d: %s: %s is %lld, not %lld\n", __FILE__, __LINE__,  \
-                    __func__, #got, got_, wanted_);                                   \
-            exit(1);                                                                  \
-        }                                                                             \
+#define CHECK_INT(got, wanted)                                                                     \
+    do {                                                                                           \
+        long long got_ = (long long)(got);                                                         \
+        long long wanted_ = (long long)(wanted);                                                   \
+        if (got_ != wanted_) {                                                                     \
+            fprintf(stderr, "%s:%d: %s: %s is %lld, not %lld\n", __FILE__, __LINE__, __func__,     \
+                    #got, got_, wanted_);                                                          \
+            exit(1);                                                                               \
+        }                                                                                          \
     } while (0)
 
 /* Success of a call that fills an ekv_error. */
-#define CHECK_OK(call)                                                                \
-    do {                                                                              \
-        int code_ = (call);                                                           \
-        if (code_ < 0) {                                                              \
-            fprintf(stderr, "%s:%d: %s: %s gave %s: %s: %s\n", __FILE__, __LINE__,    \
-                    __func__, #call, ekv_code_name(code_), error.where, error.text);  \
-            exit(1);                                                                  \
-        }                                                                             \
+#define CHECK_OK(call)                                                                             \
+    do {                                                                                           \
+        int code_ = (call);                                                                        \
+        if (code_ < 0) {                                                                           \
+            fprintf(stderr, "%s:%d: %s: %s gave %s: %s: %s\n", __FILE__, __LINE__, __func__,       \
+                    #call, ekv_code_name(code_), error.where, error.text);                         \
+            exit(1);                                                                               \
+        }                                                                                          \
     } while (0)
 
 /* CHECK_ONLY=name runs the tests whose names contain it. */
-#define RUN(test)                                                                     \
-    do {                                                                              \
-        if (getenv("CHECK_ONLY") && !strstr(#test, getenv("CHECK_ONLY")))             \
-            break;                                                                    \
-        printf("%s\n", #test);                                                        \
-        fflush(stdout);                                                               \
-        test();                                                                       \
+#define RUN(test)                                                                                  \
+    do {                                                                                           \
+        if (getenv("CHECK_ONLY") && !strstr(#test, getenv("CHECK_ONLY")))                          \
+            break;                                                                                 \
+        printf("%s\n", #test);                                                                     \
+        fflush(stdout);                                                                            \
+        test();                                                                                    \
     } while (0)
 
 /* A generator that is the same everywhere; the seed is printed so that a failure can
@@ -67,7 +66,8 @@ static inline uint64_t check_random(uint64_t *state)
 static inline uint64_t check_seed(void)
 {
     const char *given = getenv("CHECK_SEED");
-    uint64_t seed = given ? strtoull(given, NULL, 0) : (uint64_t)time(NULL) << 20 ^ (uint64_t)getpid();
+    uint64_t seed =
+        given ? strtoull(given, NULL, 0) : (uint64_t)time(NULL) << 20 ^ (uint64_t)getpid();
 
     if (seed == 0)
         seed = 1;

@@ -132,11 +132,11 @@ static void test_codes(void)
     char *cdef = file_read("efa_kv.cdef.h");
     char line[64];
 
-#define CODE_CHECK(name, number, class_, text)               \
-    snprintf(line, sizeof line, "%s = %d", #name, (number)); \
-    CHECK(strstr(cdef, line));                               \
-    CHECK(strcmp(ekv_code_name(number), #name) == 0);        \
-    CHECK(ekv_code_class(number) == (int)(class_));          \
+#define CODE_CHECK(name, number, class_, text)                                                     \
+    snprintf(line, sizeof line, "%s = %d", #name, (number));                                       \
+    CHECK(strstr(cdef, line));                                                                     \
+    CHECK(strcmp(ekv_code_name(number), #name) == 0);                                              \
+    CHECK(ekv_code_class(number) == (int)(class_));                                                \
     CHECK(strcmp(ekv_code_text(number), text) == 0);
     EKV_CODE_LIST(CODE_CHECK)
 #undef CODE_CHECK

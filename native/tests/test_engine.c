@@ -1,6 +1,6 @@
 /* test_engine.c - what an engine promises to its callers: bounds, refusals, deadlines,
- * cancelling, regions that go away, many descriptors through a short queue, fork,
- * opening and closing again and again.  All bytes cross the provider unless said. */
+ * cancelling, many descriptors through a short queue, fork, opening and closing again and again.
+ * All bytes cross the provider unless said. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <poll.h>
@@ -9,59 +9,22 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 
-#include "pair.h"
+#include "duo.h"
 
-#define BYTES (8u << 20)
-
-static const char *protocol;
-static uint8_t *source, *target;
-
-struct duo {
-    ekv_engine *left, *right;
-    struct card card; /* of the right one */
-    ekv_region_id left_region, right_region;
-    ekv_peer_id peer;
-};
-
-static void fill(void)
+/* Every rail's counters added up. */
+static ekv_rail_counters counters_sum(ekv_engine *engine)
 {
-    for (size_t i = 0; i < BYTES; i++) {
-        source[i] = (uint8_t)(i * 13 + (i >> 11));
-        target[i] = 0;
+    ekv_rail_counters rails[64] = {{.struct_size = sizeof rails[0]}}, sum = {0};
+    size_t count;
+
+    CHECK_INT(ekv_counters(engine, rails, 64, &count), EKV_OK);
+    for (size_t i = 0; i < count; i++) {
+        sum.operations_posted += rails[i].operations_posted;
+        sum.notices_received += rails[i].notices_received;
+        sum.notices_dropped += rails[i].notices_dropped;
+        sum.bytes_near += rails[i].bytes_near;
     }
-}
-
-static void duo_open_with(struct duo *duo, ekv_options left, ekv_options right,
-                          uint32_t same_process)
-{
-    fill();
-    duo->left = pair_open(&left);
-    duo->right = pair_open(&right);
-    duo->left_region = pair_register(duo->left, source, BYTES);
-    duo->right_region = pair_register(duo->right, target, BYTES);
-    pair_card(duo->right, right.incarnation, duo->right_region, target, BYTES, &duo->card);
-    duo->peer = pair_connect(duo->left, &duo->card, same_process);
-}
-
-static void duo_open(struct duo *duo)
-{
-    duo_open_with(duo, pair_options(protocol, 0xaaaa), pair_options(protocol, 0xbbbb), 0);
-}
-
-static void duo_close(struct duo *duo)
-{
-    CHECK_INT(ekv_engine_close(duo->left, 1), 0);
-    CHECK_INT(ekv_engine_close(duo->right, 1), 0);
-}
-
-static int submit_at(struct duo *duo, uint64_t local_offset, uint64_t remote_offset,
-                     uint64_t length, double deadline_s, ekv_job_id *job, ekv_error *error)
-{
-    ekv_job_options options = pair_job(duo->peer, EKV_WRITE, deadline_s);
-    uint64_t local = (uint64_t)(uintptr_t)source + local_offset;
-    uint64_t remote = (uint64_t)(uintptr_t)target + remote_offset;
-
-    return ekv_submit(duo->left, &options, &local, &remote, &length, 1, job, error);
+    return sum;
 }
 
 static void test_short_queue(void)
@@ -70,8 +33,8 @@ static void test_short_queue(void)
     static uint64_t local[COUNT], remote[COUNT], length[COUNT];
     ekv_options left = pair_options(protocol, 0xaaaa), right = pair_options(protocol, 0xbbbb);
     ekv_error error = {.struct_size = sizeof error};
-    ekv_rail_counters counters = {.struct_size = sizeof counters};
-    uint64_t random = check_seed(), at = 0, total = 0;
+    ekv_rail_counters counters[64] = {{.struct_size = sizeof counters[0]}};
+    uint64_t random = check_seed(), at = 0, total = 0, written = 0;
     ekv_job_options options;
     ekv_result result;
     struct duo duo;
@@ -97,11 +60,14 @@ static void test_short_queue(void)
     CHECK_INT(result.bytes, total);
     for (size_t i = 0; i < COUNT; i++)
         CHECK(memcmp((void *)(uintptr_t)local[i], (void *)(uintptr_t)remote[i], length[i]) == 0);
-    CHECK_INT(ekv_counters(duo.left, &counters, 1, &rails), EKV_OK);
-    CHECK(counters.in_flight_peak > 0 && counters.in_flight_peak <= 8);
-    CHECK_INT(counters.operations_posted, counters.operations_settled);
-    CHECK_INT(counters.stray_completions, 0);
-    CHECK_INT(counters.bytes_written, total);
+    CHECK_INT(ekv_counters(duo.left, counters, 64, &rails), EKV_OK);
+    for (size_t i = 0; i < rails; i++) {
+        CHECK(counters[i].in_flight_peak > 0 && counters[i].in_flight_peak <= 8);
+        CHECK_INT(counters[i].operations_posted, counters[i].operations_settled);
+        CHECK_INT(counters[i].stray_completions, 0);
+        written += counters[i].bytes_written;
+    }
+    CHECK_INT(written, total);
     duo_close(&duo);
 }
 
@@ -128,7 +94,8 @@ static void test_paged(void)
     }
     for (size_t r = 0; r < ROWS; r++)
         rows[r] = (ekv_row){.local_address = (uint64_t)(uintptr_t)source + r * BLOCKS * BLOCK_BYTES,
-                            .remote_address = (uint64_t)(uintptr_t)target + r * BLOCKS * 2 * BLOCK_BYTES % BYTES,
+                            .remote_address =
+                                (uint64_t)(uintptr_t)target + (r * 3 % ROWS) * BLOCKS * BLOCK_BYTES,
                             .local_stride_bytes = BLOCK_BYTES,
                             .remote_stride_bytes = BLOCK_BYTES,
                             .length_bytes = r % 2 ? BLOCK_BYTES : BLOCK_BYTES - 96};
@@ -141,9 +108,7 @@ static void test_paged(void)
             CHECK(memcmp((void *)(uintptr_t)(rows[r].local_address + local[b] * BLOCK_BYTES),
                          (void *)(uintptr_t)(rows[r].remote_address + remote[b] * BLOCK_BYTES),
                          rows[r].length_bytes) == 0);
-    for (size_t i = 1; i < BLOCKS; i++) /* now one run, so one piece for each dense row */
-        local[i] = local[0] + (uint32_t)i, remote[i] = remote[0] + (uint32_t)i;
-    local[0] = remote[0] = 0;
+    /* Now one run, so one piece for each dense row. */
     for (uint32_t i = 0; i < BLOCKS; i++)
         local[i] = remote[i] = i;
     CHECK_OK(ekv_submit_paged(duo.left, &options, rows, ROWS, local, remote, BLOCKS, &job, &error));
@@ -156,7 +121,9 @@ static void test_paged(void)
 static void test_refusals(void)
 {
     ekv_error error = {.struct_size = sizeof error};
-    ekv_memory memory = {.struct_size = sizeof memory, .kind = EKV_MEMORY_CUDA, .address = 4096,
+    ekv_memory memory = {.struct_size = sizeof memory,
+                         .kind = EKV_MEMORY_CUDA,
+                         .address = 4096,
                          .length_bytes = 4096};
     ekv_result result = {.struct_size = sizeof result};
     ekv_region_id region;
@@ -205,69 +172,6 @@ static void test_foreign_peer(void)
     duo_close(&duo);
 }
 
-static void test_wrong_key(void)
-{
-    ekv_error error = {.struct_size = sizeof error};
-    ekv_result result = {.struct_size = sizeof result};
-    struct duo duo;
-    ekv_job_id job;
-
-    duo_open(&duo);
-    duo.card.keys[0].key ^= 0x55;
-    CHECK_OK(ekv_peer_region_add(duo.left, duo.peer, duo.card.region, duo.card.address,
-                                 duo.card.length, duo.card.keys, 1, &error));
-    CHECK_OK(submit_at(&duo, 0, 0, 100000, 1, &job, &error));
-    CHECK_INT(ekv_job_wait(duo.left, job, 5, 0, &result), EKV_OK);
-    printf("  wrong key: %s \"%s\"\n", ekv_code_name(result.status), result.text);
-    CHECK(result.status != EKV_OK);
-    for (size_t i = 0; i < 100000; i++)
-        CHECK(target[i] == 0);
-    ekv_engine_close(duo.left, 0.2);
-    ekv_engine_close(duo.right, 0.2);
-}
-
-static void test_region_in_use(void)
-{
-    ekv_error error = {.struct_size = sizeof error};
-    ekv_result result;
-    struct duo duo;
-    ekv_job_id jobs[40];
-
-    duo_open(&duo);
-    for (int i = 0; i < 40; i++)
-        CHECK_OK(submit_at(&duo, 0, 0, BYTES, 20, &jobs[i], &error));
-    CHECK_INT(ekv_region_remove(duo.left, duo.left_region, 0, &error), EKV_EBUSY);
-    CHECK_INT(submit_at(&duo, 0, 0, 1, 1, &jobs[0], &error), EKV_EREGION); /* refused at once */
-    CHECK_OK(ekv_region_remove(duo.left, duo.left_region, 20, &error));
-    CHECK_INT(ekv_region_remove(duo.left, duo.left_region, 0, &error), EKV_ESTALE);
-    for (int i = 1; i < 40; i++) {
-        result = pair_finish(duo.left, jobs[i], 0); /* the jobs were waited for */
-        CHECK_INT(result.status, EKV_OK);
-    }
-    duo_close(&duo);
-}
-
-static void test_rotate_under_load(void)
-{
-    ekv_error error = {.struct_size = sizeof error};
-    ekv_result result;
-    struct duo duo;
-    ekv_job_id jobs[40];
-
-    duo_open(&duo);
-    for (int i = 0; i < 40; i++)
-        CHECK_OK(submit_at(&duo, 0, 0, BYTES, 20, &jobs[i], &error));
-    for (int i = 0; i < 5; i++) /* local keys change under running jobs, which go on */
-        CHECK_OK(ekv_region_rotate(duo.left, duo.left_region, 5, &error));
-    for (int i = 0; i < 40; i++) {
-        result = pair_finish(duo.left, jobs[i], 20);
-        CHECK_INT(result.status, EKV_OK);
-        CHECK_INT(result.bytes, BYTES);
-    }
-    CHECK(memcmp(source, target, BYTES) == 0);
-    duo_close(&duo);
-}
-
 static void test_cancel_and_deadline(void)
 {
     ekv_error error = {.struct_size = sizeof error};
@@ -287,7 +191,10 @@ static void test_cancel_and_deadline(void)
         CHECK_INT(result.fenced, 1);
     }
     CHECK_INT(result.status, EKV_ECANCELED);
-    CHECK_INT(pair_finish(duo.left, late, 10).status, EKV_EDEADLINE);
+    /* A microsecond is rarely enough; what counts is that it ends, and how it is judged. */
+    result = pair_finish(duo.left, late, 10);
+    CHECK(result.status == EKV_EDEADLINE || (result.status == EKV_OK && result.bytes == BYTES));
+    CHECK_INT(result.fenced, 1);
     /* Nothing of a fenced job moves any more. */
     memset(target, 0, BYTES);
     usleep(20000);
@@ -308,13 +215,12 @@ static void test_full_tables(void)
 {
     ekv_options left = pair_options(protocol, 0xaaaa), right = pair_options(protocol, 0xbbbb);
     ekv_error error = {.struct_size = sizeof error};
-    ekv_rail_counters counters = {.struct_size = sizeof counters};
+    ekv_rail_counters counters;
     ekv_notice notices[8] = {{.struct_size = sizeof notices[0]}};
     ekv_job_options options;
     ekv_result result;
     ekv_job_id jobs[8], more;
     struct duo duo;
-    size_t rails;
 
     left.max_jobs = 8;
     right.max_notices = 4;
@@ -330,7 +236,7 @@ static void test_full_tables(void)
         CHECK_INT(result.notice_status, EKV_OK);
     }
     for (int i = 0; i < 500; i++) {
-        CHECK_INT(ekv_counters(duo.right, &counters, 1, &rails), EKV_OK);
+        counters = counters_sum(duo.right);
         if (counters.notices_received == 8)
             break;
         usleep(2000);
@@ -347,7 +253,7 @@ static void test_near(void)
 {
     ekv_options left = pair_options(protocol, 0xaaaa), right = pair_options(protocol, 0xbbbb);
     ekv_error error = {.struct_size = sizeof error};
-    ekv_rail_counters counters = {.struct_size = sizeof counters};
+    ekv_rail_counters counters;
     ekv_notice notice = {.struct_size = sizeof notice};
     ekv_job_options options;
     ekv_result result;
@@ -355,7 +261,6 @@ static void test_near(void)
     uint64_t length = BYTES;
     struct duo duo;
     ekv_job_id job;
-    size_t rails;
 
     left.near = right.near = 1;
     duo_open_with(&duo, left, right, 1);
@@ -367,7 +272,7 @@ static void test_near(void)
     CHECK(memcmp(source, target, BYTES) == 0);
     CHECK_INT(ekv_notices(duo.right, &notice, 1), 1);
     CHECK_INT(notice.bytes, BYTES);
-    CHECK_INT(ekv_counters(duo.left, &counters, 1, &rails), EKV_OK);
+    counters = counters_sum(duo.left);
     CHECK_INT(counters.operations_posted, 0);
     CHECK_INT(counters.bytes_near, BYTES);
     /* Unregistered over there: refused, though we have not been told. */
@@ -490,7 +395,8 @@ static void *wait_long(void *argument)
     if (submit_at(duo, 0, 0, BYTES, 60, &job, &error) < 0)
         return NULL;
     while (ekv_job_wait(duo->left, job, 60, 1, &result) == EKV_OK && result.status == EKV_OK)
-        if (ekv_job_release(duo->left, job) < 0 || submit_at(duo, 0, 0, BYTES, 60, &job, &error) < 0)
+        if (ekv_job_release(duo->left, job) < 0 ||
+            submit_at(duo, 0, 0, BYTES, 60, &job, &error) < 0)
             break;
     return NULL;
 }
@@ -540,8 +446,7 @@ int main(int count, char **arguments)
     const char *protocols[] = {"tcp", "shm"};
 
     setvbuf(stdout, NULL, _IOLBF, 0);
-    source = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    target = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    duo_memory();
     for (int i = 0; i < (count > 1 ? 1 : 2); i++) {
         protocol = count > 1 ? arguments[1] : protocols[i];
         printf("protocol %s\n", protocol);
@@ -549,9 +454,6 @@ int main(int count, char **arguments)
         RUN(test_paged);
         RUN(test_refusals);
         RUN(test_foreign_peer);
-        RUN(test_wrong_key);
-        RUN(test_region_in_use);
-        RUN(test_rotate_under_load);
         RUN(test_cancel_and_deadline);
         RUN(test_full_tables);
         RUN(test_near);

@@ -64,8 +64,8 @@ static void rails_move(uint32_t threads, int lose_nic)
                (unsigned long long)counters[i].operations_failed,
                (unsigned long long)counters[i].operations_resent,
                (unsigned long long)(counters[i].bytes_written + counters[i].bytes_read));
-    CHECK(ekv_engine_close(sender, 1) >= 0);
-    CHECK(ekv_engine_close(receiver, 1) >= 0);
+    CHECK_INT(ekv_engine_close(sender, 1), 0); /* no job is left behind in any group */
+    CHECK_INT(ekv_engine_close(receiver, 1), 0);
 }
 
 static void test_one_group(void)

@@ -130,7 +130,8 @@ static void test_runs_are_merged(void)
 {
     uint32_t local[8] = {4, 5, 6, 7, 20, 21, 22, 23};
     uint32_t remote[8] = {9, 10, 11, 12, 40, 41, 42, 43};
-    ekv_row rows[3] = {{1000, 5000, 16, 16, 16}, {9000, 7000, 16, 16, 16}, {0x9000, 0x8000, 32, 16, 16}};
+    ekv_row rows[3] = {
+        {1000, 5000, 16, 16, 16}, {9000, 7000, 16, 16, 16}, {0x9000, 0x8000, 32, 16, 16}};
     struct plan plan;
     struct piece piece;
     size_t pieces = 0;
@@ -235,8 +236,8 @@ static void test_cut_and_limits(void)
         uint32_t in_flight = 0, own = 0;
 
         for (int peer = 0; peer < 3; peer++) {
-            for (own = 0; in_flight < depth &&
-                          own < stripe_peer_limit(depth, in_flight, own, 4); own++)
+            for (own = 0; in_flight < depth && own < stripe_peer_limit(depth, in_flight, own, 4);
+                 own++)
                 in_flight++;
             if (depth >= 32)
                 CHECK(own > 0);
