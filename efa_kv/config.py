@@ -284,6 +284,16 @@ def process_environment() -> Mapping[str, str]:
     return dict(os.environ)
 
 
+def keep_crash_handlers() -> None:
+    """Keeps libraries behind libfabric from taking over crash signals; before it is loaded.
+
+    Debian's libfabric links the PSM libraries, which install handlers of their own and
+    write ``*.btr`` files into the working directory unless these variables are set.
+    """
+    for variable in ("IPATH_NO_BACKTRACE", "HFI_NO_BACKTRACE"):
+        os.environ.setdefault(variable, "1")
+
+
 class Setting(msgspec.Struct, frozen=True):
     """A row of the settings table."""
 
