@@ -191,33 +191,46 @@ class Registry:
         self._entries[region] = _Entry(region, span, access)
         return region, self._publish((region,), ())
 
-    def remove(self, region: int, timeout_s: float) -> Change | None:
+    def retract(self, region: int) -> Change | None:
+        """The change to tell peers about before the last use of a region is given back:
+        they had better stop writing before the fabric refuses them."""
+        entry = self._find(region)
+        known = any(record.region == region for record in self.published.regions)
+        return self._publish((), (region,)) if entry.users == 1 and known else None
+
+    def remove(self, region: int, timeout_s: float) -> None:
         """Gives one use of a region back; the last one deregisters it.
 
         `FabricBusy` while operations use it: then it is refused to new jobs, and the call
         can be repeated. [blocks]
         """
+        entry = self._find(region)
+        if entry.users > 1:
+            entry.users -= 1
+            return
+        self._fabric.region_remove(region, timeout_s)
+        del self._entries[region]
+
+    def _find(self, region: int) -> _Entry:
         entry = self._entries.get(region)
         if entry is None:
             raise StaleHandle("The region is not registered (any more).", code=Code.ESTALE)
-        if entry.users > 1:
-            entry.users -= 1
-            return None
-        self._fabric.region_remove(region, timeout_s)
-        del self._entries[region]
-        return self._publish((), (region,))
+        return entry
 
-    def rotate(self, region: int, timeout_s: float) -> Change:
-        """Gives a region fresh keys; old ones are refused from then on. [blocks]"""
-        if region not in self._entries:
-            raise StaleHandle("The region is not registered (any more).", code=Code.ESTALE)
+    def rotate(self, region: int, timeout_s: float) -> Change | None:
+        """Gives a region fresh keys; old ones are refused from then on.  A region that is
+        retracted already stays untold. [blocks]"""
+        self._find(region)
         self._fabric.region_rotate(region, timeout_s)
+        if all(record.region != region for record in self.published.regions):
+            return None
         return self._publish((region,), ())
 
     def remotely_writable(self) -> list[int]:
-        """Ids of the regions that peers may write to."""
+        """Ids of the regions that peers may write to, those being removed included: their
+        keys are good until they are gone."""
         return [
-            entry.region for entry in self._entries.values() if entry.access & ACCESS_REMOTE_WRITE
+            region for region, entry in self._entries.items() if entry.access & ACCESS_REMOTE_WRITE
         ]
 
     def _publish(self, added: tuple[int, ...], removed: tuple[int, ...]) -> Change:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from efa_kv.config import EngineConfig
-from efa_kv.errors import FabricBusy
+from efa_kv.errors import FabricBusy, StaleHandle
 from efa_kv.plan.layout import KvLayout
 from efa_kv.runtime.directory import Directory
 from efa_kv.runtime.handle import SessionHandle
@@ -78,8 +78,8 @@ class Handoffs:
         peer = session.incarnation
         try:
             self._control.later(lambda at: self._serve(peer, message, at))
-        except FabricBusy:
-            _log.warning("a message of %s is dropped; it will come again", session.session)
+        except (FabricBusy, StaleHandle) as problem:
+            _log.warning("a message of %s is dropped: %s", session.session, problem)
 
     def _serve(self, peer: int, message: Message, now: float) -> None:
         self.serving.run(self.serving.table.on_message(peer, message, now), now)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -151,8 +152,6 @@ class Job:
 
     def _weak_callback(self) -> Callable[[Result, float], None]:
         """Takes results without keeping the job alive."""
-        import weakref
-
         method = weakref.WeakMethod(self._on_result)
 
         def callback(result: Result, _now: float) -> None:

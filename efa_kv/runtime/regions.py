@@ -83,9 +83,10 @@ class RegionBook:
     def remove(self, region: int, timeout_s: float) -> None:
         """See `Region.deregister`. [blocks]"""
         with self._lock:
-            change = self._registry.remove(region, timeout_s)
+            change = self._registry.retract(region)
             if change is not None:
                 self._announce(change)
+            self._registry.remove(region, timeout_s)
 
     def rotate_writable(self, timeout_s: float) -> bool:
         """Gives every region that peers may write fresh keys, ``timeout_s`` for each.
@@ -96,7 +97,9 @@ class RegionBook:
         with self._lock:
             for region in self._registry.remotely_writable():
                 try:
-                    self._announce(self._registry.rotate(region, timeout_s))
+                    change = self._registry.rotate(region, timeout_s)
                 except (FabricBusy, StaleHandle):
                     return False
+                if change is not None:
+                    self._announce(change)
         return True

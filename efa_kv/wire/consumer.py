@@ -48,15 +48,16 @@ __all__ = ["ConsumerTable"]
 #: Seconds before the second ask; doubled for each further one, up to `ASK_AGAIN_MAX_S`.
 ASK_AGAIN_S: Final = 0.25
 ASK_AGAIN_MAX_S: Final = 2.0
-#: Seconds before a pull whose keys were outdated is asked for again.
-NEW_KEYS_S: Final = 0.05
-#: How often one pull may be asked for with new keys.
+#: Seconds before a pull whose write failed, or whose keys were outdated, is asked for again.
+TRY_AGAIN_S: Final = 0.05
+#: How often one pull may be asked for.
 ATTEMPTS_LIMIT: Final = 4
 #: Seconds after which a failed change of keys is tried again.
 ROTATE_AGAIN_S: Final = 1.0
-#: Refusals after which the producer may still hold blocks for us.
+#: Refusals after which the producer may still hold blocks for us.  After a mismatch it
+#: may hold them for somebody else, whose reference we were given: that is left to its lease.
 _STILL_HELD: Final = frozenset(
-    {Reason.MISMATCH, Reason.BAD_RANGE, Reason.BAD_BLOCKS, Reason.MISSING_BLOCKS, Reason.KEYS}
+    {Reason.BAD_RANGE, Reason.BAD_BLOCKS, Reason.MISSING_BLOCKS, Reason.KEYS}
 )
 _UNSAFE: Final = (State.ASKED, State.MOVING, State.ABORTING, State.QUARANTINED)
 
@@ -72,6 +73,8 @@ class ConsumerTable:
         self._effects: list[Effect] = []
         self._rotating: frozenset[int] = frozenset()
         self._rotate_at = 0.0
+        # Never later than the first deadline; found out exactly when it has passed.
+        self._soonest = math.inf
 
     # ---- the server's words ----------------------------------------------------------
 
@@ -154,21 +157,25 @@ class ConsumerTable:
             self._abort(pull, message.reason, message.text, now)
         elif isinstance(message, Drained) and not message.reason:
             self._landed(pull, message.bytes)
-        elif self._may_ask_again(pull, message.reason):
+        elif self._may_ask_again(pull, message):
             pull.attempt += 1
             pull.sent = 0
-            pull.send_at = now + NEW_KEYS_S * pull.attempt
+            pull.send_at = now + TRY_AGAIN_S * pull.attempt
             self.counts.asked_again += 1
             self._move(pull, Event.AGAIN)
         else:
             self._move(pull, Event.DRAINED)
-            self._release_if_held(pull, message.reason)
+            self._release_if_held(pull, message)
             self._end(pull, pull.reason or message.reason, pull.text or message.text)
 
     @staticmethod
-    def _may_ask_again(pull: Pull, reason: str) -> bool:
+    def _may_ask_again(pull: Pull, message: Refused | Drained) -> bool:
+        if isinstance(message, Drained):
+            worth_it = not message.closed
+        else:
+            worth_it = message.reason == Reason.KEYS
         wanted = pull.state in (State.ASKED, State.MOVING)
-        return wanted and reason == Reason.KEYS and pull.attempt + 1 < ATTEMPTS_LIMIT
+        return wanted and worth_it and pull.attempt + 1 < ATTEMPTS_LIMIT
 
     # ---- the owner's words -----------------------------------------------------------
 
@@ -178,6 +185,7 @@ class ConsumerTable:
         Set ``keys_epoch`` to the new count before.
         """
         waiting, self._rotating = self._rotating, frozenset()
+        self._soonest = min(self._soonest, now + ROTATE_AGAIN_S)
         if not done:
             self._rotate_at = now + ROTATE_AGAIN_S
             return []
@@ -192,11 +200,14 @@ class ConsumerTable:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` wants to be called next; None while there is no pull."""
-        soonest = min(map(self._deadline_of, self.pulls.values()), default=math.inf)
-        return None if soonest == math.inf else soonest
+        if not self.pulls:
+            self._soonest = math.inf
+        return None if self._soonest == math.inf else self._soonest
 
     def on_timer(self, now: float) -> list[Effect]:
         """Repeats what was not answered and judges silence."""
+        if now < self._soonest:
+            return []
         timeout_s = self._limits.transfer_timeout_s
         for pull in list(self.pulls.values()):
             if pull.state is State.WAITING_PEER:
@@ -208,6 +219,7 @@ class ConsumerTable:
             if pull.send_at <= now and not pull.peer_gone:
                 self._say(pull, now)
         self._rotate_if_needed(now)
+        self._soonest = min(map(self._deadline_of, self.pulls.values()), default=math.inf)
         return self._take_effects()
 
     # ---- inside ----------------------------------------------------------------------
@@ -218,6 +230,7 @@ class ConsumerTable:
 
     def _move(self, pull: Pull, event: Event) -> None:
         pull.state = look_up(f"pull {pull.request.pull_id}", TABLE, pull.state, event).state
+        self._soonest = min(self._soonest, self._deadline_of(pull))
 
     def _deadline_of(self, pull: Pull) -> float:
         timeout_s = self._limits.transfer_timeout_s
@@ -323,10 +336,11 @@ class ConsumerTable:
         self._effects.append(Done(pull.request.pull_id, reason, text))
         del self.pulls[pull.request.pull_id]
 
-    def _release_if_held(self, pull: Pull, reason: str) -> None:
-        """Lets the producer's blocks go where a refusal left them held for us."""
+    def _release_if_held(self, pull: Pull, message: Refused | Drained) -> None:
+        """Lets the producer's blocks go where its answer left them held for us."""
         request = pull.request
-        if reason in _STILL_HELD:
+        closed = isinstance(message, Drained) and message.closed
+        if not closed and (isinstance(message, Drained) or message.reason in _STILL_HELD):
             # A number of its own, so that it cannot be taken for a repetition of the pull.
             self._effects.append(
                 Tell(

@@ -2,7 +2,7 @@
 
     HELD -> OFFERED -> MOVING -> DRAINED -> RELEASED
       |        |          |         ^  |
-      v        v          v         |  +--> HELD again, after a write with outdated keys
+      v        v          v         |  +--> HELD again, if the consumer may try once more
       EXPIRED, ABORTED, FAILED -----+
 
 All times are seconds of one monotonic clock.
@@ -149,7 +149,8 @@ class Offer:
     """What an ask made of a hold.
 
     ``posts`` counts `Post` effects not answered yet (``deadline`` is for the last of
-    them), ``jobs`` are those not fenced yet.
+    them), ``jobs`` are those not fenced yet.  ``unsettled``: the consumer was told that
+    this cannot succeed.
     """
 
     peer: int
@@ -161,6 +162,7 @@ class Offer:
     bytes: int = 0
     all_posted: bool = False
     noticed: bool = False
+    unsettled: bool = False
 
     def quiet(self) -> bool:
         """Whether everything asked of the owner was done and has settled."""

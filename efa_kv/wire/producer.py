@@ -58,8 +58,9 @@ from efa_kv.wire.memory import Answers, PullKey
 
 __all__ = ["Outcome", "ProducerTable"]
 
-#: How often one pull may be tried again after its memory keys had changed.
-ATTEMPTS_LIMIT: Final = 4
+#: How often one pull may be tried, by what the try before it failed with.  Providers do
+#: not all tell outdated keys from other failures, and writing again does no harm.
+ATTEMPTS_LIMIT: Final = {Reason.KEYS: 4, Reason.FAILED: 2}
 #: Seconds between two looks at leases and other deadlines.
 SWEEP_S: Final = 0.25
 
@@ -333,6 +334,7 @@ class ProducerTable:
         if outcome.reason and not handoff.reason:
             self._fail(handoff, outcome.reason, outcome.text)
             if not outcome.fenced:
+                offer.unsettled = True
                 self._effects.append(Send(offer.peer, _unsettled(handoff, offer)))
         self._finish(handoff, now)
         return self._take_effects()
@@ -453,7 +455,8 @@ class ProducerTable:
             return
         if handoff.state in (State.FAILED, State.ABORTED):
             self._move(handoff, Event.SETTLE)
-            again = handoff.reason == Reason.KEYS and offer.ask.attempt + 1 < ATTEMPTS_LIMIT
+            limit = ATTEMPTS_LIMIT.get(handoff.reason, 0)
+            again = not offer.unsettled and offer.ask.attempt + 1 < limit
             self._drained(handoff, again)
             if again:
                 handoff.reason = handoff.text = ""

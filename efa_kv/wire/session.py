@@ -369,6 +369,7 @@ class SessionMachine:
                 assert card is not None
                 self.incarnation = card.incarnation
                 self._heard_at = self._spoke_at = now
+                self._used_at = max(self._used_at, now)
                 return AddPeer(card)
             case "remove_peer":
                 return RemovePeer()

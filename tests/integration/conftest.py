@@ -26,20 +26,39 @@ class ChildError(Exception):
         self.kind = kind
 
 
+def _start_process() -> subprocess.Popen[str]:
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("EFA_KV_")
+    }
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+
+
+class Spares:
+    """Processes started ahead of their use, because importing takes longer than most tests."""
+
+    def __init__(self) -> None:
+        self._waiting = [_start_process()]
+
+    def take(self) -> subprocess.Popen[str]:
+        self._waiting.append(_start_process())
+        return self._waiting.pop(0)
+
+    def close(self) -> None:
+        for process in self._waiting:
+            process.communicate("")
+
+
 class ChildEngine:
     """Drives one child process; any method name is a request (see engine_child.py)."""
 
-    def __init__(self, **config: Any) -> None:
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("EFA_KV_")
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
+    def __init__(self, process: subprocess.Popen[str], **config: Any) -> None:
+        self.process = process
         self.session = ""
         self.incarnation = 0
         if config:
@@ -90,13 +109,20 @@ class ChildEngine:
         self.process.stdout.close()
 
 
+@pytest.fixture(scope="session")
+def spares() -> Iterator[Spares]:
+    kept = Spares()
+    yield kept
+    kept.close()
+
+
 @pytest.fixture
-def child() -> Iterator[Callable[..., ChildEngine]]:
+def child(spares: Spares) -> Iterator[Callable[..., ChildEngine]]:
     """Starts a child; with settings its engine is opened at once."""
     children: list[ChildEngine] = []
 
     def start(**config: Any) -> ChildEngine:
-        children.append(ChildEngine(**config))
+        children.append(ChildEngine(spares.take(), **config))
         return children[-1]
 
     yield start

@@ -61,6 +61,15 @@ class Child:
         peer = self.engine.connect(session, timeout_s)
         return {"incarnation": peer.incarnation, "regions": len(peer.regions)}
 
+    def knows(self, session: str, epoch: int) -> bool:
+        """Whether the peer's change number ``epoch`` arrived, waiting a while for it."""
+        assert self.engine is not None
+        peer = self.engine.connect(session).handle.peer
+        deadline = time.monotonic() + 10
+        while peer is not None and peer.epoch < epoch and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return peer is not None and peer.epoch >= epoch
+
     def write(
         self,
         session: str,
@@ -88,7 +97,7 @@ class Child:
         return self.wait()
 
     def wait(self) -> dict[str, Any]:
-        result = self.jobs.pop().wait(30, fenced=True)
+        result = self.jobs.pop().wait(30)
         error = result.error
         return {
             "bytes": result.bytes,

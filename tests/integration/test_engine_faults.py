@@ -174,6 +174,7 @@ def _ping(engine: TransferEngine) -> Any:
     return Ping(incarnation=engine.incarnation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarted", ["target", "initiator"])
 def test_restart_on_the_same_port_three_times(child: Child, restarted: str) -> None:
     """Whoever restarts, the next transfer works, after one failed request at most."""
@@ -189,7 +190,7 @@ def test_restart_on_the_same_port_three_times(child: Child, restarted: str) -> N
             while True:
                 try:
                     if restarted == "target":
-                        job = _write(stays, restarts.session, address)
+                        job = _write(stays, restarts.session, address, 1.0)
                         assert job.wait(10).error is None
                     else:
                         answer = restarts.ask(

@@ -149,11 +149,14 @@ def test_views_share_one_registration_until_the_last_goes() -> None:
     assert (second, none) == (first, None)
     inside, none = registry.add(Span(span_of(base).address + 5, 10), ACCESS_ALL)
     assert (inside, none) == (first, None)
-    assert registry.remove(first, 0) is None
-    assert registry.remove(first, 0) is None
-    gone = registry.remove(first, 0)
+    for _ in range(2):
+        assert registry.retract(first) is None
+        registry.remove(first, 0)
+    gone = registry.retract(first)
     assert gone is not None
     assert (gone.epoch, gone.removed) == (2, (first,))
+    assert registry.retract(first) is None
+    registry.remove(first, 0)
     assert fabric.regions == {}
     with pytest.raises(StaleHandle):
         registry.remove(first, 0)
@@ -176,6 +179,7 @@ def test_published_is_replaced_and_counts_up() -> None:
     assert before.regions == ()
     [record] = registry.published.regions
     change = registry.rotate(region, 0)
+    assert change is not None
     assert change.added[0].region == record.region
     assert change.added[0].keys != record.keys
     assert registry.published.epoch == 2
@@ -192,7 +196,20 @@ def test_a_busy_region_stays_and_can_be_tried_again() -> None:
         registry.rotate(region, 0)
     assert registry.published.epoch == 1
     fabric.busy = False
-    assert registry.remove(region, 0) is not None
+    registry.remove(region, 0)
+    assert fabric.regions == {}
+
+
+def test_a_region_on_its_way_out_still_gets_fresh_keys_but_is_not_told_again() -> None:
+    fabric = FakeFabric()
+    registry = Registry(fabric)
+    region, _ = registry.add(Span(0x1000, 100), ACCESS_ALL)
+    assert registry.retract(region) is not None
+    key = fabric.keys[region]
+    assert registry.remotely_writable() == [region]
+    assert registry.rotate(region, 0) is None
+    assert fabric.keys[region] != key
+    assert registry.published.regions == ()
 
 
 def test_book_announces_every_change_in_order_and_is_found_by_its_incarnation() -> None:

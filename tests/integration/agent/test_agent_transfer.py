@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from kv_caches import BLOCK_TOKENS, contents
 
+from efa_kv.runtime.agent import Hold
+
 Child = Callable[..., Any]
 Consumer = Callable[..., Any]
 
@@ -173,3 +175,24 @@ def test_64_handoffs_at_once(child: Child, consumer: Consumer) -> None:
     assert len(decode.received) == 64
     decode.check_every_byte()
     print(f"slowest poll: {decode.slowest_poll_s * 1e3:.2f} ms")
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_two_agents_of_one_process(consumer: Consumer, near: bool) -> None:
+    prefill, decode = consumer(near=near), consumer(near=near)
+    prefill.cache.fill(12)
+    blocks = (np.array([8, 9], np.uint32),)
+    prefill.agent.hold(
+        Hold(
+            transfer_id="transfer-a",
+            request_id="a",
+            generation=1,
+            token_count=32,
+            block_ids=blocks,
+        )
+    )
+    decode.pull("a", prefill.agent.session, [1, 2])
+    decode.wait(1)
+    assert decode.received == ["a"]
+    decode.expect_blocks(contents(64, 12), [(8, 1), (9, 2)])
+    decode.check_every_byte()
