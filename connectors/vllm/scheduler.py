@@ -84,14 +84,12 @@ class Stage(enum.Enum):
 class Incoming:
     """A request whose KV is to come from another server.
 
-    Without a ``source`` the parameters made no sense; ``problem`` says why it cannot
-    be served, or is empty.
+    Either the parameters name a ``source``, or ``problem`` says what is wrong with them.
     """
 
     key: str = ""
     source: Source | None = None
     problem: str = ""
-    remote_tokens: int | None = None
     stage: Stage = Stage.QUEUED
     failed: bool = False
 
@@ -231,6 +229,12 @@ class SchedulerHalf:
         if self._live_in.owned_by_other(parsed.key, parent):
             self._refuse(request, f"the transfer {parsed.key!r} belongs to another request")
             return
+        # Before anything is said about it: nobody would end a renewal of its lease.
+        handed = request.num_prompt_tokens - self._withheld_tokens
+        if parsed.remote_tokens is not None and parsed.remote_tokens < handed:
+            held = parsed.remote_tokens
+            self._refuse(request, f"the producer holds {held} tokens; expected {handed}")
+            return
         source = Source(
             address=parsed.address,
             transfer_id=parsed.transfer_id,
@@ -240,9 +244,7 @@ class SchedulerHalf:
             early=parsed.early,
         )
         self._live_in.add(parsed.key, parent)
-        self._incoming[request_id] = Incoming(
-            key=parsed.key, source=source, remote_tokens=parsed.remote_tokens
-        )
+        self._incoming[request_id] = Incoming(key=parsed.key, source=source)
         self._commands.append(Queue(request_id, source))
 
     # ---- a request is scheduled -------------------------------------------
@@ -257,16 +259,12 @@ class SchedulerHalf:
         if incoming is None or incoming.stage is not Stage.QUEUED:
             return 0, False
         prompt_tokens = request.num_prompt_tokens
-        handed = prompt_tokens - self._withheld_tokens
-        if incoming.remote_tokens is not None and incoming.remote_tokens < handed:
-            incoming.problem = (
-                f"the producer holds {incoming.remote_tokens} tokens; expected {handed}"
-            )
         if incoming.problem:
             return (0, False) if self._recompute else (prompt_tokens - num_computed_tokens, True)
         # vLLM computes the last token of a prompt itself in any case: its output is the
         # first new token.
         worthwhile = num_computed_tokens < prompt_tokens - 1
+        handed = prompt_tokens - self._withheld_tokens
         return (handed - num_computed_tokens, True) if worthwhile else (0, False)
 
     def update_after_alloc(

@@ -106,7 +106,6 @@ def run_demo(model: Model, dialect: str, logs: Path, console: Console) -> Report
 def main() -> int:
     parser = argparse.ArgumentParser(prog="vllm_demo", description=__doc__)
     parser.add_argument("--dialect", choices=DIALECTS, default="nixl")
-    parser.add_argument("--model", choices=("llama", "mla"), default="llama")
     parser.add_argument("--result", type=Path, default=BUILD / "result.json")
     options = parser.parse_args()
 
@@ -121,7 +120,7 @@ def main() -> int:
     # What an earlier run found must not pass for the result of this one.
     options.result.unlink(missing_ok=True)
     try:
-        report = run_demo(make_model(options.model), options.dialect, logs, console)
+        report = run_demo(make_model(), options.dialect, logs, console)
     except (ModelError, ServerError, RequestError) as error:
         console.print(f"The demo stopped. {error}", style="red", markup=False, highlight=False)
         return 1

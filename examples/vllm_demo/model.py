@@ -13,10 +13,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 VLLM_BIN = REPOSITORY / ".venv-vllm" / "bin"
 MODELS = REPOSITORY / "build" / "models"
-BYTES_PER_VALUE = 2  # bfloat16
 
-# What vLLM's CPU attention kernels take: a multiple of 32, and exactly 16 for MLA.
-BLOCK_TOKENS = {"llama": 32, "mla": 16}
+# What each kind computes with. In single precision a sum taken in another order does not
+# change which token comes next, so equal KV gives equal answers; and it keeps to
+# instructions without state of their own. vLLM has latent attention in bfloat16 only.
+DTYPES = {"llama": "float32", "mla": "bfloat16"}
+BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
@@ -29,17 +31,27 @@ class ModelError(Exception):
 class Model:
     path: Path
     kind: str
+    dtype: str
     block_tokens: int
     kv_bytes_per_token: int
 
 
-def kv_bytes_per_token(config: dict) -> int:
+def block_tokens(kind: str) -> int:
+    """The block size that vLLM's attention on this processor takes.
+
+    Latent attention is another kernel where the processor has matrix tiles (AMX).
+    """
+    has_tiles = "amx_tile" in Path("/proc/cpuinfo").read_text().split()
+    return 16 if kind == "mla" and not has_tiles else 32
+
+
+def kv_bytes_per_token(config: dict, dtype: str) -> int:
     """The bytes that one token takes in the KV cache, over all layers."""
     if config.get("kv_lora_rank"):
         values = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     else:
         values = 2 * config["num_key_value_heads"] * config["head_dim"]
-    return config["num_hidden_layers"] * values * BYTES_PER_VALUE
+    return config["num_hidden_layers"] * values * BYTES_PER_VALUE[dtype]
 
 
 def make_model(kind: str = "llama", seed: int = 0) -> Model:
@@ -49,7 +61,8 @@ def make_model(kind: str = "llama", seed: int = 0) -> Model:
     if not path.exists() or path.stat().st_mtime < script.stat().st_mtime:
         _write_model(script, path, kind, seed)
     config = json.loads((path / "config.json").read_text())
-    return Model(path, kind, BLOCK_TOKENS[kind], kv_bytes_per_token(config))
+    dtype = DTYPES[kind]
+    return Model(path, kind, dtype, block_tokens(kind), kv_bytes_per_token(config, dtype))
 
 
 def _write_model(script: Path, path: Path, kind: str, seed: int) -> None:

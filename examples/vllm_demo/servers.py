@@ -115,7 +115,7 @@ class VllmServer(HttpServer):
             *("--served-model-name", SERVED_NAME),
             *("--host", LOOPBACK),
             *("--port", str(port)),
-            *("--dtype", "bfloat16"),
+            *("--dtype", model.dtype),
             *("--block-size", str(model.block_tokens)),
             *("--max-model-len", "2048"),
             *("--max-num-seqs", "8"),

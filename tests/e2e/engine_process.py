@@ -8,7 +8,9 @@ has anything to do, and it stops when it is paused.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import select
 import socket
 import sys
@@ -31,7 +33,6 @@ class EngineProcess:
         self._total: dict[str, Any] = {}
         llm = LLM(
             model=model,
-            dtype="bfloat16",
             enforce_eager=True,
             max_model_len=2048,
             max_num_seqs=8,
@@ -43,6 +44,8 @@ class EngineProcess:
         self._engine = llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._scheduler = self._core.scheduler
+        self._caches = self._core.model_executor.driver_worker.worker.model_runner.kv_caches
+        self._digests: dict[str, list[str]] = {}
 
     def say(self, **event: Any) -> None:
         self._channel.sendall(json.dumps(event, default=str).encode() + b"\n")
@@ -97,8 +100,15 @@ class EngineProcess:
 
     def _add(self, id: str, prompt: list[int], params: Any, sampling: dict[str, Any]) -> None:  # noqa: A002
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        options = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling}
+        options: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": 8,
+            "ignore_eos": True,
+            **sampling,
+        }
+        options["output_kind"] = RequestOutputKind.FINAL_ONLY  # all samples in one output
         extra = {} if params is None else {"extra_args": {"kv_transfer_params": params}}
         self._engine.add_request(
             id, {"prompt_token_ids": prompt}, SamplingParams(**options, **extra)
@@ -142,6 +152,50 @@ class EngineProcess:
         for connector in (self._scheduler.connector, worker):
             self._count_calls(connector)
 
+    def watch_blocks(self) -> None:
+        """Notes what is in a request's blocks when it is held, and when it was received."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        half = get_kv_transfer_group()._worker
+        run, results, pulls = half.run, half.results, {}
+
+        def running(commands: Any) -> None:
+            for command in commands:
+                if type(command).__name__ == "Hold":
+                    self._note(command.request_id, command.blocks[0], 0, command.token_count)
+                if type(command).__name__ == "Pull":
+                    pulls[command.request_id] = command
+            run(commands)
+
+        def reporting() -> Any:
+            reported = results()
+            for name in reported.finished_recving - reported.failed_recving:
+                pull = pulls.pop(name)
+                end = pull.first_token + pull.token_count
+                self._note(name, pull.blocks[0], pull.first_token, end)
+            return reported
+
+        half.run, half.results = running, reporting
+
+    def _note(self, name: str, table: Any, first: int, end: int) -> None:
+        """One digest per block, over the tokens that it holds of ``[first, end)``."""
+        import torch
+
+        size = self._caches[0].shape[2]
+        digests = []
+        for start in range(first, end, size):
+            block, filled = int(table[start // size]), min(size, end - start)
+            digest = hashlib.sha256()
+            for cache in self._caches:
+                content = cache[block, :, :filled].contiguous().view(torch.uint8)
+                digest.update(content.numpy().tobytes())
+            digests.append(digest.hexdigest()[:16])
+        # vLLM adds a random end to the ids that it is given, and a number to samples.
+        self._digests[re.sub(r"^\d+_|-[0-9a-f]{8}$", "", name)] = digests
+
+    def _kv(self, id: str) -> None:  # noqa: A002
+        self.say(event="kv", digests=self._digests.get(id))
+
     def _count_calls(self, connector: Any) -> None:
         take = connector.get_kv_connector_stats
 
@@ -172,6 +226,7 @@ def main() -> None:
     process = EngineProcess(channel, sys.argv[2], transfer, options)
     if transfer is not None:
         process.count_stats()
+        process.watch_blocks()
     process.run()
 
 

@@ -1,4 +1,4 @@
-"""The demo itself: the main job, in both dialects of the router and for both kinds of attention."""
+"""The demo itself: the main job, in both dialects of the router."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 from vllm_demo.model import REPOSITORY
+from vllm_demo.servers import DIALECTS
 
 DEMO_TIMEOUT_S = 800
 
 
-@pytest.mark.parametrize(
-    ("dialect", "model"), [("nixl", "llama"), ("mooncake", "llama"), ("nixl", "mla")]
-)
-def test_the_pair_answers_like_a_server_alone(tmp_path: Path, dialect: str, model: str) -> None:
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_pair_answers_like_a_server_alone(tmp_path: Path, dialect: str) -> None:
     result = tmp_path / "result.json"
     finished = subprocess.run(
         [
-            *(sys.executable, "-m", "vllm_demo", "--dialect", dialect, "--model", model),
+            *(sys.executable, "-m", "vllm_demo", "--dialect", dialect),
             *("--result", str(result)),
         ],
         check=False,

@@ -75,13 +75,13 @@ def test_a_report_is_good_only_if_every_answer_is_equal_and_every_kv_came() -> N
 def test_a_token_takes_the_bytes_that_its_layers_take() -> None:
     grouped = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
     latent = {"num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert kv_bytes_per_token(grouped) == 4 * 2 * 2 * 32 * 2
-    assert kv_bytes_per_token(latent) == 4 * 576 * 2
+    assert kv_bytes_per_token(grouped, "float32") == 4 * 2 * 2 * 32 * 4
+    assert kv_bytes_per_token(latent, "bfloat16") == 4 * 576 * 2
 
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_prompts_cover_the_edges_of_a_block(block: int) -> None:
-    prompts = make_prompts(Model(Path(), "llama", block, BYTES_PER_TOKEN))
+    prompts = make_prompts(Model(Path(), "llama", "float32", block, BYTES_PER_TOKEN))
     lengths = [len(prompt.text) for prompt in prompts]
     assert len(prompts) >= 12
     assert {block - 1, block, block + 1, 2 * block} <= set(lengths)
