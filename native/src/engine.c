@@ -21,7 +21,7 @@
 #define ENGINE_LOG_RECORDS 512u
 #define ENGINE_TRACE_RECORDS 4096u
 #define ENGINE_NOTICES 16384u
-#define ENGINE_RAILS_PER_GROUP 8u
+#define ENGINE_RAILS_PER_GROUP 16u
 
 int engine_enter(struct ekv_engine *engine, ekv_error *error)
 {

@@ -83,12 +83,14 @@ struct group {
     uint32_t warm_count;
     uint32_t warm_capacity;
     uint64_t round;
-    uint64_t active_ns;         /* when something last happened */
-    uint64_t checked_ns;        /* when deadlines were last looked at */
-    uint64_t idle_ns;           /* the present sleep, while there is nothing to wake us */
-    uint32_t futile_wakes;      /* by a rail's descriptor, with nothing behind them */
-    uint64_t distrust_until_ns; /* till then those descriptors are left out */
-    bool drained;               /* every completion queue was empty in this round */
+    uint64_t active_ns;  /* when something last happened */
+    uint64_t checked_ns; /* when deadlines were last looked at */
+    uint64_t idle_ns;    /* the present sleep, while there is nothing to wake us */
+    uint64_t woken_ns;   /* the last wake-up, see wait.c for this and what follows */
+    uint64_t stuck_sleep_ns;
+    uint32_t futile_wakes;
+    uint32_t futile_streaks;
+    bool drained; /* every completion queue was empty in this round */
 };
 
 /* Values in a submission ring: what in the upper half, index in the lower. */

@@ -23,10 +23,14 @@
 #define WAIT_RETRY_SLEEP_NS NS_PER_MS
 #define WAIT_IDLE_SLEEP_NS (500 * NS_PER_MS)
 /* The wait descriptor of a provider can stay readable with nothing behind it (seen with
- * the native TCP provider of libfabric 1.17 after its first write).  After so many empty
- * wake-ups in a row the descriptors are left out for a while. */
-#define WAIT_FUTILE_LIMIT 8u
-#define WAIT_DISTRUST_NS (1 * NS_PER_SECOND)
+ * the native TCP provider of libfabric 1.17 after its first write).  Wake-ups without a
+ * completion are normal for a target, but those move bytes in between; many that follow
+ * each other faster than that mean a stuck descriptor, which is then left out of a sleep. */
+#define WAIT_STUCK_GAP_NS (10 * NS_PER_US)
+#define WAIT_STUCK_FIRST 256u
+#define WAIT_STUCK_AGAIN 8u
+#define WAIT_STUCK_SLEEP_NS (50 * NS_PER_US)
+#define WAIT_STUCK_LONGEST_NS (5 * NS_PER_MS)
 
 struct wait_set {
     struct pollfd fds[RAILS_MAX + 1];
@@ -38,7 +42,6 @@ struct wait_set {
 static void wait_set_fill(struct group *group, struct wait_set *set)
 {
     struct ekv_engine *engine = group->engine;
-    bool distrusted = clock_now_ns() < group->distrust_until_ns;
 
     set->fds[0] = (struct pollfd){.fd = group->wake_fd, .events = POLLIN};
     set->count = 1;
@@ -50,7 +53,7 @@ static void wait_set_fill(struct group *group, struct wait_set *set)
 
         if (!rail->endpoint)
             continue;
-        if (rail->wait_fd < 0 || distrusted) {
+        if (rail->wait_fd < 0 || group->stuck_sleep_ns > 0) {
             set->complete = false;
             continue;
         }
@@ -88,30 +91,50 @@ static bool group_has_calls(struct group *group)
            atomic_load(&group->stop);
 }
 
-/* Counts wake-ups by a rail's descriptor; the next round shows whether they were for
- * nothing. */
-static void group_judge_wake(struct group *group, const struct wait_set *set)
+/* Tells stuck descriptors from busy ones by how soon one wake-up follows the other. */
+static void group_judge_wake(struct group *group, const struct wait_set *set, uint64_t asleep_ns)
 {
+    uint64_t now_ns = clock_now_ns();
+    bool blocked = now_ns - asleep_ns >= WAIT_STUCK_GAP_NS;
+    bool soon = now_ns - group->woken_ns < WAIT_STUCK_GAP_NS;
     bool by_rail = false;
 
+    group->woken_ns = now_ns;
+    if (group->stuck_sleep_ns > 0) {
+        group->stuck_sleep_ns = 0; /* slept without them; now they are tried again */
+        return;
+    }
     for (uint32_t i = 1; i < set->count; i++)
         by_rail |= set->fds[i].revents != 0;
-    group->futile_wakes = by_rail ? group->futile_wakes + 1 : 0;
-    if (group->futile_wakes > WAIT_FUTILE_LIMIT) {
+    if (blocked || !by_rail)
+        group->futile_streaks = 0; /* it was not readable all the time */
+    if (blocked || !by_rail || !soon) {
         group->futile_wakes = 0;
-        group->distrust_until_ns = clock_now_ns() + WAIT_DISTRUST_NS;
+        return;
     }
+    if (++group->futile_wakes < (group->futile_streaks ? WAIT_STUCK_AGAIN : WAIT_STUCK_FIRST))
+        return;
+    group->futile_wakes = 0;
+    group->stuck_sleep_ns = WAIT_STUCK_SLEEP_NS
+                            << (group->futile_streaks < 7 ? group->futile_streaks : 7);
+    group->futile_streaks++;
+    if (group->stuck_sleep_ns > WAIT_STUCK_LONGEST_NS)
+        group->stuck_sleep_ns = WAIT_STUCK_LONGEST_NS;
+    if (group->live_count > 0)
+        group->stuck_sleep_ns = WAIT_STUCK_SLEEP_NS;
 }
 
 void group_wait(struct group *group, bool worked)
 {
     struct wait_set set;
     struct timespec bound;
+    uint64_t asleep_ns;
     uint64_t drained;
 
     if (worked) {
         group->idle_ns = 0;
         group->futile_wakes = 0;
+        group->futile_streaks = 0;
         return;
     }
     if (clock_now_ns() - group->active_ns < group->engine->spin_ns) {
@@ -121,11 +144,13 @@ void group_wait(struct group *group, bool worked)
     wait_set_fill(group, &set);
     if (set.ready)
         return;
-    bound = clock_timespec(wait_bound_ns(group, set.complete));
+    bound = clock_timespec(group->stuck_sleep_ns > 0 ? group->stuck_sleep_ns
+                                                     : wait_bound_ns(group, set.complete));
+    asleep_ns = clock_now_ns();
     atomic_store(&group->sleeping, true);
     atomic_thread_fence(memory_order_seq_cst);
-    if (!group_has_calls(group) && ppoll(set.fds, set.count, &bound, NULL) > 0)
-        group_judge_wake(group, &set);
+    if (!group_has_calls(group) && ppoll(set.fds, set.count, &bound, NULL) >= 0)
+        group_judge_wake(group, &set, asleep_ns);
     atomic_store(&group->sleeping, false);
     while (read(group->wake_fd, &drained, sizeof drained) > 0)
         ;
