@@ -88,8 +88,8 @@ class Greeter:
             layout=identity.layout,
         )
 
-    def hello(self) -> Hello:
-        return Hello(card=self.card())
+    def hello(self, probe: bool = False) -> Hello:
+        return Hello(card=self.card(), probe=probe)
 
     def welcome(self, to: int) -> Welcome:
         return Welcome(to=to, card=self.card())

@@ -119,7 +119,7 @@ class Links:
         if dialled is None:
             self._redial(handle)
         else:
-            self.transmit(dialled, self._greeter.hello())
+            self.transmit(dialled, self._greeter.hello(probe=True))
 
     def _redial(self, handle: SessionHandle) -> Route | None:
         """Our own connection to a session that only the peer had connected so far."""

@@ -189,7 +189,7 @@ class Sessions:
     def _on_message(self, route: Route, message: Message, now: float) -> None:
         handle = self._links.find(route)
         if isinstance(message, wire.Hello):
-            self._on_hello(route, message.card, now)
+            self._on_hello(route, message, now)
         elif handle is None:
             # Everything else needs a greeting first; an answer to an answer would loop.
             if not isinstance(message, wire.NotGreeted | wire.Reject | wire.Pong | wire.Bye):
@@ -211,7 +211,8 @@ class Sessions:
                 handle.machine.use(now)
                 self._watcher.on_message(handle, message, now)
 
-    def _on_hello(self, route: Route, card: wire.Card, now: float) -> None:
+    def _on_hello(self, route: Route, hello: wire.Hello, now: float) -> None:
+        card = hello.card
         key = str(Address.parse(card.session))
         own = self._greeter.identity
         if key == own.session and card.incarnation != own.incarnation:
@@ -234,7 +235,8 @@ class Sessions:
             self._links.note(handle, route)
         if misfit is not None and known == 0:
             handle.problem = misfit
-        effects = handle.machine.hello(card, now, None if misfit is None else str(misfit))
+        text = None if misfit is None else str(misfit)
+        effects = handle.machine.hello(card, now, text, hello.probe)
         self._run(handle, effects, now, route, card)
         if known == card.incarnation and handle.peer is not None:
             self._peers.learn(handle.peer, card)
@@ -438,6 +440,8 @@ class Sessions:
             case "reject":
                 to = 0 if card is None else card.incarnation
                 message = self._greeter.reject(to, greeting.REASON_LAYOUT, effect.reason)
+            case "not_greeted":
+                message = wire.NotGreeted(incarnation=identity.incarnation)
             case "ping" | "pong":
                 kind = wire.Ping if effect.kind == "ping" else wire.Pong
                 message = kind(incarnation=identity.incarnation, regions_epoch=self._greeter.epoch)

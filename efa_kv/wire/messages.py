@@ -44,9 +44,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """First word to a peer."""
+    """First word to a peer; a ``probe`` asks who is at an address that somebody claims."""
 
     card: Card
+    probe: bool = False
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):

@@ -43,6 +43,7 @@ class SessionEvent(enum.Enum):
     GREETED = "a first greeting from the peer"
     GREETED_AGAIN = "another greeting of the incarnation we know"
     STRANGER = "a greeting of another incarnation, not verified"
+    ASKED = "another incarnation, not verified, asks who is here"
     WELCOMED = "the first answer to our greeting"
     WELCOMED_AGAIN = "another answer of the incarnation we know"
     REPLACED = "another incarnation answered at the peer's address"
@@ -82,6 +83,7 @@ _MOVES: Final[Table[SessionState, SessionEvent]] = {
     (_R, SessionEvent.GREETED_AGAIN): Move(_R, ("send_welcome",)),
     (_R, SessionEvent.WELCOMED_AGAIN): Move(_R),
     (_R, SessionEvent.STRANGER): Move(_R, ("probe",)),
+    (_R, SessionEvent.ASKED): Move(_R, ("send_welcome", "probe")),
     (_R, SessionEvent.REPLACED): Move(_D, (*_RETIRE, "succeed")),
     (_R, SessionEvent.MISFIT): Move(_D, (*_RETIRE, "send_reject")),
     (_R, SessionEvent.REFUSED): Move(_D, _RETIRE),
@@ -95,6 +97,7 @@ _MOVES: Final[Table[SessionState, SessionEvent]] = {
     (_S, SessionEvent.GREETED_AGAIN): Move(_R, ("send_welcome", _ANNOUNCE)),
     (_S, SessionEvent.WELCOMED_AGAIN): Move(_R, (_ANNOUNCE,)),
     (_S, SessionEvent.STRANGER): Move(_D, (*_RETIRE, "succeed")),
+    (_S, SessionEvent.ASKED): Move(_D, (*_RETIRE, "succeed")),
     (_S, SessionEvent.REPLACED): Move(_D, (*_RETIRE, "succeed")),
     (_S, SessionEvent.MISFIT): Move(_D, (*_RETIRE, "send_reject")),
     (_S, SessionEvent.REFUSED): Move(_D, _RETIRE),
@@ -117,6 +120,7 @@ _MESSAGE_EVENTS: Final = (
     SessionEvent.GREETED,
     SessionEvent.GREETED_AGAIN,
     SessionEvent.STRANGER,
+    SessionEvent.ASKED,
     SessionEvent.WELCOMED,
     SessionEvent.WELCOMED_AGAIN,
     SessionEvent.REPLACED,
@@ -133,7 +137,7 @@ TABLE: Final[Table[SessionState, SessionEvent]] = {
     **_MOVES,
 }
 
-MessageKind = Literal["hello", "welcome", "reject", "ping", "pong", "bye"]
+MessageKind = Literal["hello", "welcome", "reject", "not_greeted", "ping", "pong", "bye"]
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -222,8 +226,15 @@ class SessionMachine:
         """When the session was last used for more than heartbeats."""
         return self._used_at
 
-    def hello(self, card: Card, now: float, misfit: str | None = None) -> list[Effect]:
-        """The peer greets; ``misfit`` says why its card does not fit ours."""
+    def hello(
+        self, card: Card, now: float, misfit: str | None = None, probe: bool = False
+    ) -> list[Effect]:
+        """The peer greets; ``misfit`` says why its card does not fit ours.
+
+        A ``probe`` asks who is at this address because somebody else was known there.
+        It is answered even when we know somebody else there: two engines that each know
+        only the other's predecessor would answer each other's questions with questions.
+        """
         if misfit is not None:
             if self.incarnation not in (0, card.incarnation) and self.state is SessionState.READY:
                 # Not verified to be our peer: it is refused, and the live session stays.
@@ -233,7 +244,8 @@ class SessionMachine:
             return self._step(SessionEvent.GREETED, now, card=card)
         if card.incarnation == self.incarnation:
             return self._heard(SessionEvent.GREETED_AGAIN, now)
-        return self._step(SessionEvent.STRANGER, now, card=card, reason="restarted")
+        event = SessionEvent.ASKED if probe else SessionEvent.STRANGER
+        return self._step(event, now, card=card, reason="restarted")
 
     def welcome(self, card: Card, to: int, now: float, misfit: str | None = None) -> list[Effect]:
         """The peer answers our greeting."""
@@ -254,9 +266,9 @@ class SessionMachine:
         return self._step(SessionEvent.REFUSED, now, reason=reason)
 
     def ping(self, incarnation: int, now: float) -> list[Effect]:
-        """A heartbeat of the peer; answered when it is from the incarnation we know."""
+        """A heartbeat of the peer; another incarnation than we know is told to greet."""
         if incarnation != self.incarnation:
-            return []
+            return [Send("not_greeted", answer=True)]
         effects = self._heard(SessionEvent.HEARD, now)
         if self.state in (SessionState.READY, SessionState.SUSPECT):
             effects.append(Send("pong", answer=True))

@@ -75,7 +75,7 @@ class Engine:
                 case steps.Send():
                     self.say(effect.kind, source if effect.answer else life.machine.incarnation)
                 case steps.Probe():
-                    self.say("hello", 0)
+                    self.say("probe", 0)
                 case steps.AddPeer():
                     life.added += 1
                     life.incarnation = effect.card.incarnation
@@ -94,10 +94,11 @@ class Engine:
 
     def receive(self, packet: Packet, now: float) -> None:
         source = packet.sender
-        if packet.kind == "hello":
+        if packet.kind in ("hello", "probe"):
             life = self.life()
             self.greeted.add(source)
-            self.run(life, life.machine.hello(card(source), now), source, now)
+            probe = packet.kind == "probe"
+            self.run(life, life.machine.hello(card(source), now, probe=probe), source, now)
             return
         life_or_none = self.current
         answers = ("welcome", "not_greeted")
@@ -219,9 +220,12 @@ class TwoEngines(RuleBasedStateMachine):
         for _ in range(200):
             for place in (0, 1):
                 self.connect(place)
-            while self.network:
+            for _ in range(1000):
+                if not self.network:
+                    break
                 packet = self.network.pop(0)
                 self.engines[packet.to].receive(packet, self.now)
+            assert not self.network, "the engines answer each other without end"
             if all(self._is_ready(place) for place in (0, 1)):
                 return
             self._advance(0.5)

@@ -167,6 +167,14 @@ def test_a_stranger_is_checked_while_the_peer_is_alive() -> None:
     assert made.incarnation == PEER
 
 
+def test_a_stranger_that_asks_who_is_here_is_told_and_checked() -> None:
+    made = ready()
+    effects = made.hello(card(OTHER), 0.5, probe=True)
+    assert effects == [Send("welcome", answer=True), Probe()]
+    assert made.state is SessionState.READY
+    assert made.incarnation == PEER
+
+
 def test_a_stranger_that_does_not_fit_costs_a_live_session_nothing() -> None:
     made = ready()
     effects = made.hello(card(OTHER), 0.5, "dtype differs")
@@ -191,7 +199,7 @@ def test_a_stranger_is_believed_when_the_old_one_is_silent() -> None:
 
 def test_messages_of_another_incarnation_are_not_the_peers() -> None:
     made = ready()
-    assert made.ping(OTHER, 0.1) == []
+    assert made.ping(OTHER, 0.1) == [Send("not_greeted", answer=True)]
     assert made.bye(OTHER, 0.1) == []
     assert made.heard(0.1, OTHER) == []
     assert made.state is SessionState.READY
