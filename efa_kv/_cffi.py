@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from efa_kv.config import keep_crash_handlers
 from efa_kv.errors import EfaKvError, FabricUnavailable, from_code
 from efa_kv.types import ROW_DTYPE
 
-keep_crash_handlers()
 try:
     from efa_kv._native import ffi, lib
 except ImportError as problem:

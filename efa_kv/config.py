@@ -22,7 +22,7 @@ from efa_kv.types import ip_of
 
 ENVIRONMENT_PREFIX: Final = "EFA_KV_"
 #: Prefixes of variables that other parts read: the simulated NIC and the test suites.
-FOREIGN_PREFIXES: Final = ("EFA_KV_SIM_", "EFA_KV_TEST_")
+FOREIGN_PREFIXES: Final = ("EFA_KV_SIM_", "EFA_KV_TEST_", "EFA_KV_SGLANG")
 #: Other names of settings, as given by servers written for another engine.
 ALIASES: Final = {"mooncake_protocol": "protocol"}
 #: Variables that are read when nothing else gives the setting.

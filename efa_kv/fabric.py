@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from efa_kv._cffi import check, failure, ffi, lib, new_error, new_struct, text_of
-from efa_kv.config import EngineConfig
+from efa_kv.config import EngineConfig, keep_crash_handlers
 from efa_kv.errors import (
     AddressError,
     Code,
@@ -54,6 +54,7 @@ _CLOSE_STEP_S: Final = 0.002
 
 def library_version(config: EngineConfig) -> str:
     """Version and path of the libfabric in use, loading it if needed. [blocks]"""
+    keep_crash_handlers()
     text = ffi.new("char[]", 1024)
     path = ffi.new("char[]", config.libfabric.encode()) if config.libfabric else ffi.NULL
     error = new_error()
@@ -63,6 +64,7 @@ def library_version(config: EngineConfig) -> str:
 
 def list_nics(config: EngineConfig, protocol: str) -> list[Nic]:
     """The NICs that an engine with these settings would use. [blocks]"""
+    keep_crash_handlers()
     options, _keep_alive = _options(config, protocol, config.host, 1)
     nics = _new_array("ekv_nic", _NIC_CAPACITY)
     count = ffi.new("size_t *")
@@ -190,6 +192,7 @@ class Fabric:
 
     def __init__(self, config: EngineConfig, protocol: str, host: str, incarnation: int) -> None:
         """Opens it with a chosen protocol and a literal local address. [blocks]"""
+        keep_crash_handlers()
         options, _keep_alive = _options(config, protocol, host, incarnation)
         pointer = ffi.new("ekv_engine **")
         error = new_error()
