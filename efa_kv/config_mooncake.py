@@ -90,9 +90,13 @@ class MooncakeSettings(msgspec.Struct, frozen=True):
 
 
 class PluginSettings(msgspec.Struct, frozen=True):
-    """Whether SGLang's Mooncake code is to get this engine, and why (not)."""
+    """Whether SGLang's Mooncake code is to get this engine, and why (not).
+
+    ``offered`` is false where not even the backend name ``efakv`` is wanted.
+    """
 
     wanted: bool
+    offered: bool
     protocol: str
     reason: str
 
@@ -143,7 +147,7 @@ def plugin_settings(environ: Mapping[str, str] | None = None) -> PluginSettings:
     switch = environ.get(SWITCH_VARIABLE)
     if switch is None:
         wanted = protocol in OWN_PROTOCOLS
-        return PluginSettings(wanted, protocol, f"{PROTOCOL_VARIABLE} is {protocol!r}")
+        return PluginSettings(wanted, True, protocol, f"{PROTOCOL_VARIABLE} is {protocol!r}")
     if switch.lower() not in (*_ON, *_OFF):
         raise ConfigError(f"found {SWITCH_VARIABLE} = {switch!r}; expected 0 or 1.")
     wanted = switch.lower() in _ON
@@ -152,7 +156,16 @@ def plugin_settings(environ: Mapping[str, str] | None = None) -> PluginSettings:
             f"found {SWITCH_VARIABLE} = {switch!r} and {PROTOCOL_VARIABLE} = {protocol!r}; "
             f"expected one of {', '.join(PROTOCOLS)} for the second."
         )
-    return PluginSettings(wanted, protocol, f"{SWITCH_VARIABLE} is {switch!r}")
+    return PluginSettings(wanted, wanted, protocol, f"{SWITCH_VARIABLE} is {switch!r}")
+
+
+def choose_own_backend() -> str:
+    """Says, to this process and those that it starts, that the engine is to be ours;
+    returns the protocol."""
+    os.environ[SWITCH_VARIABLE] = "1"
+    if os.environ.get(PROTOCOL_VARIABLE) not in PROTOCOLS:
+        os.environ[PROTOCOL_VARIABLE] = OWN_PROTOCOLS[0]
+    return os.environ[PROTOCOL_VARIABLE]
 
 
 def metrics_folder(environ: Mapping[str, str] | None = None) -> str:

@@ -21,6 +21,7 @@ from efa_kv.errors import (
     Code,
     EfaKvError,
     FabricBusy,
+    PeerRestarted,
     TransferTimeout,
 )
 from efa_kv.fabric import unsigned
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 # Back-pressure clears within the time that some operations need.
 _BUSY_PAUSE_S: Final = (0.0005, 0.02)
+_RESTARTS_MAX: Final = 3
 # A key that changes again and again is a broken peer.
 _KEY_CHANGES_MAX: Final = 3
 # The core ends a job at its own deadline; this is how much later we stop believing it.
@@ -146,7 +148,7 @@ class Transfer:
         if not len(self.columns[0]):
             return
         self._quarantine.check(self.session)
-        pause_s = _BUSY_PAUSE_S[0]
+        pause_s, restarts = _BUSY_PAUSE_S[0], 0
         while True:
             remaining_s = self._deadline - time.monotonic()
             if remaining_s <= 0:
@@ -159,6 +161,11 @@ class Transfer:
             except FabricBusy:
                 time.sleep(min(pause_s, remaining_s))
                 pause_s = min(2 * pause_s, _BUSY_PAUSE_S[1])
+            except PeerRestarted:
+                # Found out only now, before anything was posted: greet the new process.
+                restarts += 1
+                if restarts > _RESTARTS_MAX:
+                    raise
 
     def wait(self) -> None:
         """Returns when every byte has landed; raises `EfaKvError` when that will not be,

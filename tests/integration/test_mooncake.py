@@ -102,6 +102,7 @@ def opened() -> Iterator[Callable[[str], TransferEngine]]:
     yield start
     for engine in engines:
         engine.close()
+    KEPT.clear()
 
 
 def random_bytes(size: int, seed: int) -> np.ndarray:
@@ -113,7 +114,11 @@ def digest(values: np.ndarray) -> int:
     return int((wide * np.arange(1, len(wide) + 1, dtype=np.uint64)).sum())
 
 
+KEPT: list[np.ndarray] = []
+
+
 def registered(engine: TransferEngine, values: np.ndarray) -> int:
+    KEPT.append(values)  # an address keeps nothing alive
     assert engine.register_memory(values.ctypes.data, values.nbytes) == 0
     return int(values.ctypes.data)
 
@@ -195,9 +200,7 @@ def test_other_threads_run_while_one_waits(opened: Any, target: Any) -> None:
     here = registered(engine, random_bytes(size, 5))
     assert engine.transfer_sync_write(child.session, here, remote, size) == 0
     child.process.send_signal(signal.SIGSTOP)
-    thread = threading.Thread(
-        target=engine.send_probe, args=(child.session,), daemon=True
-    )
+    thread = threading.Thread(target=engine.send_probe, args=(child.session,), daemon=True)
     thread.start()
     begun, ticks = time.monotonic(), 0
     while thread.is_alive() and time.monotonic() - begun < 2:
@@ -295,9 +298,12 @@ def test_notes_come_behind_the_bytes_once(opened: Any, target: Any, protocol: st
     assert child.ask("notifies") == [["chunk", f"number {number}"] for number in range(3)]
     assert child.ask("notifies") == []
     too_long = TransferNotify("chunk", "x" * 100_000)
-    assert engine.batch_transfer_sync(
-        child.session, [here], [remote], [64], TransferOpcode.Read, too_long
-    ) == -1
+    assert (
+        engine.batch_transfer_sync(
+            child.session, [here], [remote], [64], TransferOpcode.Read, too_long
+        )
+        == -1
+    )
 
 
 def test_managed_buffers(opened: Any, target: Any) -> None:
@@ -328,6 +334,7 @@ def test_probe_and_warm_up(opened: Any, target: Any, protocol: str) -> None:
     assert engine.send_probe("no port in it") == -1
 
 
+@pytest.mark.slow
 def test_a_peer_that_dies_and_comes_back_on_its_port(opened: Any, target: Any) -> None:
     engine, child = opened("tcp"), target("tcp")
     size = 1 << 16
@@ -429,8 +436,7 @@ def test_a_stopped_peer_leaves_nothing_in_flight_behind_a_failure(
     assert engine.transfer_sync_write(child.session, here, remote, 8) == 0
     child.process.send_signal(signal.SIGSTOP)
     assert engine.transfer_sync_write(child.session, here, remote, size) == -1
-    if "could not be fenced" not in caplog.text:
-        return  # the core proved that nothing can land any more
+    assert "could not be fenced" in caplog.text
     begun = time.monotonic()
     assert engine.transfer_sync_write(child.session, here, remote, 8) == -1
     assert engine.send_probe(child.session) == -1

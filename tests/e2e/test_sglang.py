@@ -1,0 +1,131 @@
+"""Real SGLang servers behind the stock router: the demo, and what it does not show."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from sglang_demo.model import make_model
+from sglang_demo.servers import Pair, SglangServer
+from sglang_demo.traffic import generate, read_counters
+from vllm_demo.model import REPOSITORY
+from vllm_demo.processes import ReservedPorts, wait_until
+from vllm_demo.traffic import ALPHABET, Prompt
+
+DEMO_TIMEOUT_S = 800
+START_TIMEOUT_S = 300
+THREADS = 8
+
+
+def test_the_pair_answers_like_a_server_alone(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    finished = subprocess.run(
+        [*(sys.executable, "-m", "sglang_demo"), *("--result", str(result))],
+        check=False,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=DEMO_TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "examples")},
+    )
+    assert finished.returncode == 0, finished.stdout[-6000:]
+    report = json.loads(result.read_text())
+    assert report["identical"] is True
+    assert report["requests"] >= 12
+    assert report["provider"] not in ("", "shm")
+    assert report["router"].startswith("sglang_router")
+    details = report["requests_detail"]
+    assert report["external_tokens"] == sum(one["external_tokens"] for one in details)
+    assert all(one["external_tokens"] == one["prompt_tokens"] for one in details)
+    assert all(one["problem"] is None for one in details)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Without SGLang's own checksums over the pages, which it computes on GPUs only."""
+    with Pair(make_model(), tmp_path_factory.mktemp("logs"), compared=False) as started:
+        yield started
+
+
+def some_prompts(count: int, shared: int = 0) -> list[Prompt]:
+    generator = random.Random(count + shared)
+
+    def text(length: int) -> str:
+        return "".join(generator.choice(ALPHABET) for _ in range(length))
+
+    start = text(shared)
+    return [Prompt(f"prompt {n}", start + text(60 + 37 * n)) for n in range(count)]
+
+
+def leave(pair: Pair, prompt: Prompt) -> None:
+    """Asks for much, reads little and hangs up."""
+    address = urllib.parse.urlsplit(pair.router.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    body = {
+        "text": prompt.text,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True},
+        "stream": True,
+    }
+    connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200
+    answer.readline()
+    connection.close()
+
+
+def test_eight_at_once_answer_as_one_by_one(pair: Pair) -> None:
+    prompts = [*some_prompts(6), *some_prompts(6, shared=200)]
+    before = read_counters(pair.prefill)
+    one_by_one = [generate(pair.router, prompt).text for prompt in prompts]
+    with ThreadPoolExecutor(THREADS) as pool:
+        at_once = [answer.text for answer in pool.map(lambda p: generate(pair.router, p), prompts)]
+    assert at_once == one_by_one
+    assert len(set(one_by_one)) == len(prompts)
+    seen = read_counters(pair.prefill).since(before)
+    assert seen.failures == 0
+    assert seen.requests >= 2 * len(prompts)
+
+
+def test_clients_that_hang_up_leave_nothing_behind(pair: Pair) -> None:
+    prompts = some_prompts(4, shared=50)
+    expected = [generate(pair.router, prompt).text for prompt in prompts]
+    for prompt in prompts:
+        leave(pair, prompt)
+    assert [generate(pair.router, prompt).text for prompt in prompts] == expected
+
+
+def test_the_engine_that_moved_it_was_ours(pair: Pair) -> None:
+    for server in (pair.prefill, pair.decode):
+        log = "\n".join(server.log_lines())
+        assert "SGLang's mooncake backend runs on efa-kv, session 127.0.0.1:" in log
+
+
+def test_without_the_plugin_the_same_command_does_not_start(tmp_path: Path) -> None:
+    """No other Mooncake is installed there, so what served the pair was this engine."""
+    with ReservedPorts() as ports:
+        server = SglangServer(
+            "prefill",
+            make_model(),
+            ports.take(),
+            tmp_path,
+            "prefill",
+            ports.take(),
+            environment={"EFA_KV_SGLANG": "0"},
+        )
+        with server:
+            cause = "Please install mooncake"
+            assert wait_until(
+                lambda: any(cause in line for line in server.log_lines()), START_TIMEOUT_S
+            )
+            assert not server.ready()
+            server.kill()
