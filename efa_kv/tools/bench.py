@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any
 
 import msgspec
 import typer
@@ -20,7 +18,9 @@ from rich.table import Table
 
 from efa_kv import EngineConfig, TransferEngine
 from efa_kv.errors import ConfigError, EfaKvError
+from efa_kv.tools import bench_flags as flags
 from efa_kv.tools import bench_memory, loopback, output
+from efa_kv.tools.bench_flags import Mode, Operation
 from efa_kv.tools.bench_load import SWEEP_BLOCK_BYTES, UNITS, Load, Pattern, size_bytes
 from efa_kv.tools.bench_run import (
     INITIATOR_SEED,
@@ -29,24 +29,8 @@ from efa_kv.tools.bench_run import (
     Initiator,
     Outcome,
 )
-from efa_kv.tools.gflags import option, switch
+from efa_kv.tools.gflags import switch
 from efa_kv.types import Address
-
-_METADATA_SERVER: Final = "P2PHANDSHAKE"
-
-
-class Mode(StrEnum):
-    """Which side this is."""
-
-    INITIATOR = "initiator"
-    TARGET = "target"
-
-
-class Operation(StrEnum):
-    """What the initiator does with the target's memory."""
-
-    READ = "read"
-    WRITE = "write"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,37 +89,43 @@ class Sweep(Outcome, frozen=True, kw_only=True):
 
 
 def measure(request: Request) -> list[Outcome]:
-    """Runs the initiator, and in loopback the target beside it."""
+    """Runs the initiator, and in loopback the target beside it.
+
+    Raises `BenchError` when it cannot start, another `EfaKvError` when a transfer failed.
+    """
     with contextlib.ExitStack() as stack:
-        target = None
-        session = request.segment_id
-        if request.starts_target:
-            target = stack.enter_context(loopback.Target(request.target()))
-            session = target.session
-        settings = {name: value for name, value in request.engine.items() if name != "port"}
-        engine = stack.enter_context(TransferEngine(EngineConfig.load(settings)))
-        buffers = bench_memory.allocate(request.buffer_size_bytes, request.gpus)
-        for buffer in buffers:
-            engine.register(buffer.whole)
-        peer = engine.connect(session)
-        if request.warmup:
-            engine.warmup(peer)
-        initiator = Initiator(
-            engine, peer, buffers, request.operation.value, target.pid if target else 0
-        )
-        return list(_outcomes(request, initiator, buffers))
+        try:
+            initiator = _start(request, stack)
+        except EfaKvError as problem:
+            raise BenchError(str(problem)) from problem
+        return list(_outcomes(request, initiator))
 
 
-def _outcomes(
-    request: Request, initiator: Initiator, buffers: list[bench_memory.Buffer]
-) -> Iterator[Outcome]:
+def _start(request: Request, stack: contextlib.ExitStack) -> Initiator:
+    target = None
+    session = request.segment_id
+    if request.starts_target:
+        target = stack.enter_context(loopback.Target(request.target()))
+        session = target.session
+    settings = {name: value for name, value in request.engine.items() if name != "port"}
+    engine = stack.enter_context(TransferEngine(EngineConfig.load(settings)))
+    buffers = bench_memory.allocate(request.buffer_size_bytes, request.gpus)
+    for buffer in buffers:
+        engine.register(buffer.whole)
+    peer = engine.connect(session)
+    if request.warmup:
+        engine.warmup(peer)
+    return Initiator(engine, peer, buffers, request.operation.value, target.pid if target else 0)
+
+
+def _outcomes(request: Request, initiator: Initiator) -> Iterator[Outcome]:
     is_write = request.operation is Operation.WRITE
     for size in request.block_sizes_bytes:
         load = request.load(size)
         batches = initiator.batches(load)
         if request.verify or request.zero:
             seed = INITIATOR_SEED if request.verify and is_write else None
-            for buffer in buffers:
+            for buffer in initiator.buffers:
                 bench_memory.fill(buffer, seed)
         # Later sizes of a sweep find what the first one wrote.
         if request.verify and is_write and size == request.block_sizes_bytes[0]:
@@ -151,18 +141,13 @@ def _outcomes(
 
 def serve(request: Request) -> loopback.TargetReport:
     """Runs the target until it is interrupted."""
-
-    def leave(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, leave)
     console = output.console()
 
     def ready(session: str) -> None:
         console.print(f"target ready, listening on {session}")
         console.print(f"start the other side with: --mode=initiator --segment_id={session}")
 
-    return loopback.serve(request.target(), ready, signal.pause)
+    return loopback.serve_until_signal(request.target(), ready)
 
 
 # ---- telling --------------------------------------------------------------------------
@@ -283,65 +268,30 @@ def _checked(request: Request) -> Request:
 
 
 def command(
-    mode: Annotated[Mode, option("--mode", help="Which side this is.")] = Mode.INITIATOR,
-    protocol: Annotated[
-        str, option("--protocol", help="efa, tcp, shm, auto, or a libfabric provider.")
-    ] = "auto",
-    metadata_server: Annotated[
-        str, option("--metadata-server", help="Only P2PHANDSHAKE: there is no metadata server.")
-    ] = _METADATA_SERVER,
-    segment_id: Annotated[
-        str, option("--segment-id", help="The target's host:port, as it printed it.")
-    ] = "",
-    local_server_name: Annotated[
-        str,
-        option(
-            "--local-server-name",
-            help="Address to listen on, host or host:port, that the other side can reach.",
-        ),
-    ] = "",
-    device_name: Annotated[
-        str, option("--device-name", help="Devices to use, names or globs with commas between.")
-    ] = "",
-    operation: Annotated[Operation, option("--operation")] = Operation.READ,
-    block_size: Annotated[str, option("--block-size", help="Bytes per block.")] = "65536",
-    batch_size: Annotated[int, option("--batch-size", min=1, help="Blocks per job.")] = 128,
-    threads: Annotated[int, option("--threads", min=1, help="Jobs in flight.")] = 12,
-    buffer_size: Annotated[
-        str, option("--buffer-size", help="Bytes of the buffer, per GPU with --gpu-id=-1.")
-    ] = "1G",
-    duration: Annotated[float, option("--duration", help="Seconds to measure.")] = 10.0,
-    report_unit: Annotated[str, option("--report-unit", help="|".join(UNITS))] = "GB",
-    report_precision: Annotated[int, option("--report-precision", min=0, max=9)] = 2,
-    use_vram: Annotated[
-        str,
-        option("--use-vram", help="true|false: buffers in GPU memory; auto where there is a GPU."),
-    ] = "auto",
-    gpu_id: Annotated[int, option("--gpu-id", help="The GPU; -1 for one buffer on each.")] = 0,
-    init_mem: Annotated[
-        str, option("--init-mem", help="true|false: fill the buffers before the start.")
-    ] = "true",
-    auto_discovery: Annotated[
-        str, option("--auto-discovery", help="true|false: accepted; the topology is always read.")
-    ] = "false",
-    in_loopback: Annotated[
-        bool, typer.Option("--loopback", help="Start the target here too, as a second process.")
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare every byte; give it to both sides.")
-    ] = False,
-    warmup: Annotated[
-        bool, typer.Option(help="Resolve all devices and run every batch once, untimed.")
-    ] = True,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Go through block sizes from 4 KiB to 4 MiB.")
-    ] = False,
-    pattern: Annotated[
-        Pattern, typer.Option(help="How the blocks of a job lie in memory.")
-    ] = Pattern.SCATTERED,
-    near: Annotated[
-        bool, typer.Option(help="Allow ways within one host that pass by the provider.")
-    ] = False,
+    mode: flags.ModeFlag = Mode.INITIATOR,
+    protocol: flags.ProtocolFlag = "auto",
+    metadata_server: flags.MetadataServerFlag = flags.METADATA_SERVER,
+    segment_id: flags.SegmentIdFlag = "",
+    local_server_name: flags.LocalServerNameFlag = "",
+    device_name: flags.DeviceNameFlag = "",
+    operation: flags.OperationFlag = Operation.READ,
+    block_size: flags.BlockSizeFlag = "65536",
+    batch_size: flags.BatchSizeFlag = 128,
+    threads: flags.ThreadsFlag = 12,
+    buffer_size: flags.BufferSizeFlag = "1G",
+    duration: flags.DurationFlag = 10.0,
+    report_unit: flags.ReportUnitFlag = "GB",
+    report_precision: flags.ReportPrecisionFlag = 2,
+    use_vram: flags.UseVramFlag = "auto",
+    gpu_id: flags.GpuIdFlag = 0,
+    init_mem: flags.InitMemFlag = "true",
+    auto_discovery: flags.AutoDiscoveryFlag = "false",
+    in_loopback: flags.LoopbackFlag = False,
+    verify: flags.VerifyFlag = False,
+    warmup: flags.WarmupFlag = True,
+    sweep: flags.SweepFlag = False,
+    pattern: flags.PatternFlag = Pattern.SCATTERED,
+    near: flags.NearFlag = False,
     json_file: output.JsonOption = None,
 ) -> None:
     """Measure transfers between two engines, with transfer_engine_bench's flags.
@@ -349,12 +299,13 @@ def command(
     Ends with 0 when all went well, 1 when bytes were wrong or a transfer failed, 2 when the
     measurement could not start.
     """
-    if metadata_server != _METADATA_SERVER:
+    if metadata_server != flags.METADATA_SERVER:
         output.could_not_run(
-            f"found --metadata-server {metadata_server!r}; expected {_METADATA_SERVER}: "
+            f"found --metadata-server {metadata_server!r}; expected {flags.METADATA_SERVER}: "
             "engines find each other by --segment-id alone"
         )
     switch(auto_discovery)
+    sizes = SWEEP_BLOCK_BYTES if sweep else (_sizes(block_size, "--block-size"),)
     try:
         request = _checked(
             Request(
@@ -363,9 +314,7 @@ def command(
                 segment_id=segment_id,
                 starts_target=in_loopback,
                 engine=_engine_settings(protocol, local_server_name, device_name, near),
-                block_sizes_bytes=SWEEP_BLOCK_BYTES
-                if sweep
-                else (_sizes(block_size, "--block-size"),),
+                block_sizes_bytes=sizes,
                 batch_size=batch_size,
                 in_flight=threads,
                 buffer_size_bytes=_sizes(buffer_size, "--buffer-size"),
@@ -394,7 +343,7 @@ def run(request: Request, json_file: Path | None) -> None:
         return
     try:
         outcomes = measure(request)
-    except (BenchError, ConfigError) as problem:
+    except BenchError as problem:
         output.could_not_run(str(problem))
     except EfaKvError as problem:
         typer.echo(f"failed: {problem}", err=True)

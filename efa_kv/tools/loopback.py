@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -76,9 +77,22 @@ def serve(
                 bench_memory.fill(buffer, settings.seed)
             engine.register(buffer.whole)
         ready(engine.session)
-        with contextlib.suppress(KeyboardInterrupt):
-            wait()
+        wait()
         return TargetReport(rails=engine.counters(), memory_bytes=peak_memory_bytes())
+
+
+def serve_until_signal(settings: TargetSettings, ready: Callable[[str], None]) -> TargetReport:
+    """`serve` until SIGINT or SIGTERM.
+
+    The signals are blocked before the engine's threads start, so that none of those takes one
+    in place of this thread, which would go on waiting.
+    """
+    ends = (signal.SIGINT, signal.SIGTERM)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    try:
+        return serve(settings, ready, lambda: signal.sigwait(ends))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Target:
@@ -157,7 +171,8 @@ def main() -> None:
     except EfaKvError as problem:
         _say(Ready(error=str(problem)))
         return
-    _say(report)
+    with contextlib.suppress(BrokenPipeError):  # the parent ended without asking
+        _say(report)
 
 
 if __name__ == "__main__":

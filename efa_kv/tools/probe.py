@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import signal
 import time
 from typing import Annotated, Any, Final
 
@@ -18,14 +17,14 @@ import typer
 from efa_kv import EngineConfig, TransferEngine
 from efa_kv.errors import ConfigError, EfaKvError
 from efa_kv.runtime.engine import Peer
+from efa_kv.tools import bench_flags as flags
 from efa_kv.tools import bench_memory, loopback, output
-from efa_kv.tools.bench import Mode
+from efa_kv.tools.bench_flags import Mode
 from efa_kv.tools.bench_load import size_bytes
 from efa_kv.tools.bench_run import BenchError, Remote, remote_buffers
 from efa_kv.tools.gflags import option, switch
 from efa_kv.types import Address
 
-_METADATA_SERVER: Final = "P2PHANDSHAKE"
 _TARGET_PORT: Final = 12345
 
 
@@ -122,14 +121,9 @@ def _settings(protocol: str, local_server_name: str, device_name: str) -> dict[s
 
 def serve(settings: loopback.TargetSettings) -> None:
     """Runs the target until it is interrupted."""
-
-    def leave(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, leave)
     console = output.console()
-    loopback.serve(
-        settings, lambda session: console.print(f"[target] ready, addr={session}"), signal.pause
+    loopback.serve_until_signal(
+        settings, lambda session: console.print(f"[target] ready, addr={session}")
     )
 
 
@@ -141,16 +135,24 @@ def initiate(
     iterations: int,
     warmup: bool,
 ) -> Timings:
-    """Runs the initiator, with a target of its own when no session is given."""
+    """Runs the initiator, with a target of its own when no session is given.
+
+    Raises `BenchError` when it cannot start, another `EfaKvError` when the contact failed.
+    """
     with contextlib.ExitStack() as stack:
-        if not session:
-            target = loopback.TargetSettings(engine=settings, buffer_size_bytes=buffer_size_bytes)
-            session = stack.enter_context(loopback.Target(target)).session
-            settings = {name: value for name, value in settings.items() if name != "port"}
-        engine = stack.enter_context(TransferEngine(EngineConfig.load(settings)))
-        buffer = bench_memory.HostBuffer(buffer_size_bytes)
-        bench_memory.fill(buffer, None)
-        engine.register(buffer.whole)
+        try:
+            if not session:
+                target = loopback.TargetSettings(
+                    engine=settings, buffer_size_bytes=buffer_size_bytes
+                )
+                session = stack.enter_context(loopback.Target(target)).session
+                settings = {name: value for name, value in settings.items() if name != "port"}
+            engine = stack.enter_context(TransferEngine(EngineConfig.load(settings)))
+            buffer = bench_memory.HostBuffer(buffer_size_bytes)
+            bench_memory.fill(buffer, None)
+            engine.register(buffer.whole)
+        except EfaKvError as problem:
+            raise BenchError(str(problem)) from problem
         output.console().print(
             f"[initiator] peer={session} warmup={'ON' if warmup else 'OFF'} "
             f"iters={iterations} xfer_size={xfer_size_bytes}"
@@ -166,11 +168,9 @@ def initiate(
 
 
 def command(
-    mode: Annotated[Mode, option("--mode", help="Which side this is.")] = Mode.INITIATOR,
-    protocol: Annotated[str, option("--protocol", help="efa, tcp, shm or auto.")] = "auto",
-    metadata_server: Annotated[
-        str, option("--metadata-server", help="Only P2PHANDSHAKE: there is no metadata server.")
-    ] = _METADATA_SERVER,
+    mode: flags.ModeFlag = Mode.INITIATOR,
+    protocol: flags.ProtocolFlag = "auto",
+    metadata_server: flags.MetadataServerFlag = flags.METADATA_SERVER,
     local_server_name: Annotated[
         str,
         option(
@@ -179,28 +179,24 @@ def command(
             "this host's name with port 12345.",
         ),
     ] = "",
-    segment_id: Annotated[str, option("--segment-id", help="The target's host:port.")] = "",
-    device_name: Annotated[
-        str, option("--device-name", help="Devices to use, names or globs with commas between.")
-    ] = "",
+    segment_id: flags.SegmentIdFlag = "",
+    device_name: flags.DeviceNameFlag = "",
     warmup: Annotated[
         str, option("--warmup", help="true|false: resolve all devices before the first submit.")
     ] = "true",
     iters: Annotated[int, option("--iters", min=1, help="Timed submits.")] = 5,
     xfer_size: Annotated[str, option("--xfer-size", help="Bytes per submit.")] = "1M",
-    buffer_size: Annotated[str, option("--buffer-size", help="Bytes of the buffer.")] = "1G",
-    in_loopback: Annotated[
-        bool, typer.Option("--loopback", help="Start the target here too, as a second process.")
-    ] = False,
+    buffer_size: flags.BufferSizeFlag = "1G",
+    in_loopback: flags.LoopbackFlag = False,
     json_file: output.JsonOption = None,
 ) -> None:
     """Time the first contact with a peer, with efa_first_submit_probe's flags and lines.
 
     Ends with 0 when all went well, 1 when a transfer failed, 2 when it could not start.
     """
-    if metadata_server != _METADATA_SERVER:
+    if metadata_server != flags.METADATA_SERVER:
         output.could_not_run(
-            f"found --metadata-server {metadata_server!r}; expected {_METADATA_SERVER}"
+            f"found --metadata-server {metadata_server!r}; expected {flags.METADATA_SERVER}"
         )
     if mode is Mode.TARGET and in_loopback:
         output.could_not_run("--loopback starts both sides; leave --mode target away")
