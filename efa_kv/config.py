@@ -74,9 +74,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, _about("move bytes inside one process by memory copy instead of the provider")
     ] = True
     push: Annotated[
-        Literal["request", "chunk", "layer"],
-        _about("how much prefill finishes before the producer writes it"),
-    ] = "chunk"
+        Literal["request"],
+        _about("how much prefill finishes before the producer writes it: the whole request"),
+    ] = "request"
     lease_s: Annotated[
         Seconds, _about("how long a producer holds blocks without a sign of the consumer", "s")
     ] = 30.0
