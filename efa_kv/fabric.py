@@ -169,6 +169,13 @@ def unsigned(values: object, dtype: type[np.uint64] | type[np.uint32], what: str
     Raises `AddressError` for negative, fractional or too large numbers, which numpy would
     wrap around in silence.
     """
+    if (
+        isinstance(values, np.ndarray)
+        and values.dtype == dtype
+        and values.ndim == 1
+        and values.flags.c_contiguous
+    ):
+        return values  # the form that is wanted, as on every hot path
     try:
         array = np.atleast_1d(np.asarray(values))
         if array.size == 0:
