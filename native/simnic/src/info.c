@@ -11,6 +11,10 @@
 #define ALL_CAPS (SEND_CAPS | RECEIVE_CAPS | DOMAIN_CAPS)
 #define REGION_MODE (FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY)
 
+/* The two whole modes of before API 1.5, which older programs still ask for.  libfabric 2
+ * has their names only as deprecated ones. */
+enum { MODE_UNSPECIFIED = 0, MODE_BASIC = 1 };
+
 /* Counts that a p5 instance shows. */
 enum { COMPLETION_QUEUES = 512, CONTEXTS = 256, PROTOCOL_VERSION = 4 };
 
@@ -29,7 +33,7 @@ static bool domain_matches(const struct fi_domain_attr *wanted, uint64_t caps)
     int needed = REGION_MODE | (caps & FI_HMEM ? FI_MR_HMEM : 0);
     if (!wanted)
         return true;
-    if (wanted->mr_mode != FI_MR_UNSPEC && wanted->mr_mode != FI_MR_BASIC &&
+    if (wanted->mr_mode != MODE_UNSPECIFIED && wanted->mr_mode != MODE_BASIC &&
         (wanted->mr_mode & needed) != needed)
         return false;
     if (wanted->threading == FI_THREAD_FID || wanted->threading == FI_THREAD_ENDPOINT)
@@ -123,8 +127,8 @@ static void set_domain_attributes(const struct fi_info *hints, struct fi_info *i
     domain->resource_mgmt = FI_RM_ENABLED;
     domain->av_type = FI_AV_TABLE;
     domain->mr_mode = REGION_MODE | (info->caps & FI_HMEM ? FI_MR_HMEM : 0);
-    if (wanted && wanted->mr_mode == FI_MR_BASIC)
-        domain->mr_mode = FI_MR_BASIC;
+    if (wanted && wanted->mr_mode == MODE_BASIC)
+        domain->mr_mode = MODE_BASIC;
     domain->mr_key_size = 4;
     domain->cq_data_size = 4;
     domain->cq_cnt = COMPLETION_QUEUES;
