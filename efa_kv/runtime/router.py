@@ -30,7 +30,7 @@ _AUTH_ENDPOINT = "inproc://zeromq.zap.01"
 _LISTEN_BACKLOG = 512
 _LAST_WORDS_MS = 100
 _RECONNECT_MS = 100
-_RECONNECT_MAX_MS = 2000
+_RECONNECT_MAX_MS = 500
 # A connection whose data is not acknowledged for this long is renewed, so that a host
 # that went away without a word does not hold a dead connection for a quarter of an hour.
 _UNACKNOWLEDGED_MAX_MS = 10_000
