@@ -191,8 +191,8 @@ def test_a_killed_producer_gives_blocks_back(
 
 @pytest.mark.xfail(
     strict=False,
-    reason="known fault over tcp, cause not proven: bytes of the stopped producer were seen to land "
-    "after the keys changed, and its own blocks were seen not to come back",
+    reason="known fault over tcp, cause not proven: bytes of the stopped producer were seen to "
+    "land after the keys changed, and its own blocks were seen not to come back",
 )
 def test_a_stopped_producer_cannot_write_into_blocks_given_back(
     child: Child, consumer: Consumer
