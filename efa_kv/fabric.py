@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from efa_kv._cffi import check, failure, ffi, lib, new_error, new_struct, text_of
+from efa_kv._structs import new_array, nic_of, options_struct, remote_nics, result_of
 from efa_kv.config import EngineConfig, keep_crash_handlers
 from efa_kv.errors import (
     AddressError,
@@ -65,12 +66,12 @@ def library_version(config: EngineConfig) -> str:
 def list_nics(config: EngineConfig, protocol: str) -> list[Nic]:
     """The NICs that an engine with these settings would use. [blocks]"""
     keep_crash_handlers()
-    options, _keep_alive = _options(config, protocol, config.host, 1)
-    nics = _new_array("ekv_nic", _NIC_CAPACITY)
+    options, _keep_alive = options_struct(config, protocol, config.host, 1)
+    nics = new_array("ekv_nic", _NIC_CAPACITY)
     count = ffi.new("size_t *")
     error = new_error()
     check(lib.ekv_fabric_list(options, nics, _NIC_CAPACITY, count, error), error)
-    return [_nic(nics[index]) for index in range(min(count[0], _NIC_CAPACITY))]
+    return [nic_of(nics[index]) for index in range(min(count[0], _NIC_CAPACITY))]
 
 
 def choose_protocol(config: EngineConfig) -> str:
@@ -92,75 +93,6 @@ def choose_protocol(config: EngineConfig) -> str:
                 )
             chosen = config.require
     return chosen
-
-
-def _options(
-    config: EngineConfig, protocol: str, host: str, incarnation: int
-) -> tuple[Any, list[Any]]:
-    """An ``ekv_options`` and the strings it points to."""
-    options = new_struct("ekv_options")
-    strings: list[Any] = []
-
-    def text(value: str) -> Any:
-        if not value:
-            return ffi.NULL
-        strings.append(ffi.new("char[]", value.encode()))
-        return strings[-1]
-
-    options.protocol = text(protocol)
-    options.devices = text(",".join(config.devices))
-    options.host = text(host)
-    options.libfabric_path = text(config.libfabric)
-    options.progress_threads = config.progress_threads
-    options.max_in_flight = config.max_in_flight
-    options.max_jobs = config.max_jobs
-    # A restarted peer is there twice until its old jobs have settled.
-    options.max_peers = 2 * config.max_peers
-    options.max_regions = config.max_regions
-    options.stripe_bytes = config.stripe_bytes
-    options.incarnation = incarnation
-    options.near = int(config.near)
-    options.spin_us = config.spin_us
-    options.trace_capacity = config.trace_capacity
-    return options, strings
-
-
-def _new_array(kind: str, capacity: int) -> Any:
-    array = ffi.new(f"{kind}[]", capacity)
-    if capacity:
-        array[0].struct_size = ffi.sizeof(kind)
-    return array
-
-
-def _nic(native: Any) -> Nic:
-    return Nic(
-        name=text_of(native.name),
-        fabric=text_of(native.fabric),
-        provider=text_of(native.provider),
-        pci=text_of(native.pci),
-        numa_node=native.numa_node,
-        flags=native.flags,
-        queue_depth=native.queue_depth,
-        provider_queue_depth=native.provider_queue_depth,
-        completion_queue_size=native.completion_queue_size,
-        speed_bits_per_second=native.speed_bits_per_second,
-        address=bytes(ffi.buffer(native.address, native.address_length)),
-    )
-
-
-def _result(native: Any) -> Result:
-    return Result(
-        job=native.job,
-        user_data=native.user_data,
-        status=native.status,
-        bytes=native.bytes,
-        descriptors=native.descriptors,
-        done=bool(native.done),
-        fenced=bool(native.fenced),
-        provider_code=native.provider_code,
-        notice_status=native.notice_status,
-        text=text_of(native.text),
-    )
 
 
 def unsigned(values: object, dtype: type[np.uint64] | type[np.uint32], what: str) -> Any:
@@ -200,7 +132,7 @@ class Fabric:
     def __init__(self, config: EngineConfig, protocol: str, host: str, incarnation: int) -> None:
         """Opens it with a chosen protocol and a literal local address. [blocks]"""
         keep_crash_handlers()
-        options, _keep_alive = _options(config, protocol, host, incarnation)
+        options, _keep_alive = options_struct(config, protocol, host, incarnation)
         pointer = ffi.new("ekv_engine **")
         error = new_error()
         check(lib.ekv_engine_open(options, pointer, error), error)
@@ -208,11 +140,11 @@ class Fabric:
         # One entry per call in progress.  Appending and popping are atomic, so `close`
         # can wait for the calls of other threads without a lock on the hot path.
         self._calls: deque[None] = deque()
-        self._results = _new_array("ekv_result", _POLL_CAPACITY)
-        self._notices = _new_array("ekv_notice", _POLL_CAPACITY)
-        self._polled_notices = _new_array("ekv_notice", _POLL_CAPACITY)
+        self._results = new_array("ekv_result", _POLL_CAPACITY)
+        self._notices = new_array("ekv_notice", _POLL_CAPACITY)
+        self._polled_notices = new_array("ekv_notice", _POLL_CAPACITY)
         self._collected: deque[Notice] = deque(maxlen=_NOTICES_MAX)
-        self._logs = _new_array("ekv_log_record", _LOG_CAPACITY)
+        self._logs = new_array("ekv_log_record", _LOG_CAPACITY)
         self.protocol = protocol
         self.incarnation = incarnation
         self.event_fd: int = check(self._call(lib.ekv_engine_event_fd))
@@ -255,10 +187,22 @@ class Fabric:
 
     def rails(self) -> tuple[Nic, ...]:
         """The local NICs, in the order of their indices."""
-        nics = _new_array("ekv_nic", _NIC_CAPACITY)
+        nics = new_array("ekv_nic", _NIC_CAPACITY)
         count = ffi.new("size_t *")
         check(self._call(lib.ekv_engine_rails, nics, _NIC_CAPACITY, count))
-        return tuple(_nic(nics[index]) for index in range(min(count[0], _NIC_CAPACITY)))
+        return tuple(nic_of(nics[index]) for index in range(min(count[0], _NIC_CAPACITY)))
+
+    def rail_reset(self, rail: int) -> None:
+        """Gives a rail a new endpoint and address: nothing that was on its way over the
+        old one, in either direction, can move a byte any more. [blocks]"""
+        error = new_error()
+        check(self._call(lib.ekv_rail_reset, rail, error), error)
+
+    def resets(self) -> int:
+        """How often any rail got a new address; each time, ``event_fd`` is readable."""
+        count = ffi.new("uint64_t *")
+        check(self._call(lib.ekv_engine_resets, count))
+        return int(count[0])
 
     # ---- regions --------------------------------------------------------------------
 
@@ -282,7 +226,7 @@ class Fabric:
         count = ffi.new("size_t *")
         capacity = _NIC_CAPACITY
         while True:
-            keys = _new_array("ekv_region_key", capacity)
+            keys = new_array("ekv_region_key", capacity)
             check(self._call(lib.ekv_region_keys, region, keys, capacity, count))
             if count[0] <= capacity:
                 break
@@ -298,8 +242,9 @@ class Fabric:
         check(self._call(lib.ekv_region_remove, region, float(timeout_s), error), error)
 
     def region_rotate(self, region: int, timeout_s: float) -> None:
-        """Gives it fresh keys, which fences every old one; `FabricBusy` when local
-        operations did not end in time and nothing changed. [blocks]"""
+        """Gives it fresh keys; no write can begin under an old one, and on NICs that fence
+        none can go on.  `FabricBusy` when local operations did not end in time and nothing
+        changed. [blocks]"""
         error = new_error()
         check(self._call(lib.ekv_region_rotate, region, float(timeout_s), error), error)
 
@@ -309,19 +254,7 @@ class Fabric:
         self, nics: Sequence[NicRecord], incarnation: int, same_process: bool, peer: str = ""
     ) -> int:
         """Makes a peer known; ``peer`` is its name in errors. [blocks]"""
-        array = _new_array("ekv_nic", max(len(nics), 1))
-        for index, nic in enumerate(nics):
-            entry = array[index]
-            entry.struct_size = ffi.sizeof("ekv_nic")
-            for field in ("name", "fabric", "provider"):
-                encoded = getattr(nic, field).encode()
-                if len(encoded) >= len(getattr(entry, field)):
-                    raise AddressError(f"Found a NIC {field} of {len(encoded)} bytes.")
-                setattr(entry, field, encoded)
-            entry.numa_node = nic.numa_node
-            entry.speed_bits_per_second = nic.speed_bits_per_second
-            entry.address_length = len(nic.address)
-            ffi.memmove(entry.address, nic.address, len(nic.address))
+        array = remote_nics(nics)
         options = new_struct("ekv_peer_options")
         options.same_process = int(same_process)
         options.incarnation = incarnation
@@ -331,9 +264,14 @@ class Fabric:
         check(code, error, peer=peer)
         return int(peer_id[0])
 
+    def peer_nics(self, peer_id: int, nics: Sequence[NicRecord]) -> None:
+        """Tells the core the addresses that the peer's NICs have now. [blocks]"""
+        error = new_error()
+        check(self._call(lib.ekv_peer_nics, peer_id, remote_nics(nics), len(nics), error), error)
+
     def peer_region_add(self, peer_id: int, region: RegionRecord) -> None:
         """Tells the core where memory of a peer is. [blocks]"""
-        keys = _new_array("ekv_remote_key", max(len(region.keys), 1))
+        keys = new_array("ekv_remote_key", max(len(region.keys), 1))
         for index, key in enumerate(region.keys):
             entry = keys[index]
             entry.struct_size = ffi.sizeof("ekv_remote_key")
@@ -488,7 +426,7 @@ class Fabric:
         """The job's present state."""
         result = new_struct("ekv_result")
         check(self._call(lib.ekv_job_result, job, result))
-        return _result(result)
+        return result_of(result)
 
     def job_wait(self, job: int, timeout_s: float, *, until_fenced: bool = False) -> Result | None:
         """Waits without the interpreter lock until the job is done (or fenced); None when
@@ -500,7 +438,7 @@ class Fabric:
             code = self._call(lib.ekv_job_wait, job, piece_s, int(until_fenced), result)
             if code != Code.EDEADLINE:
                 check(code)
-                return _result(result)
+                return result_of(result)
             if time.monotonic() >= deadline:
                 return None
 
@@ -518,7 +456,7 @@ class Fabric:
         """Results of polled jobs: each once when done and, if it was not fenced then, once
         more when it is."""
         count = check(self._call(lib.ekv_poll, self._results, _POLL_CAPACITY))
-        return [_result(self._results[index]) for index in range(count)]
+        return [result_of(self._results[index]) for index in range(count)]
 
     def notices(self) -> list[Notice]:
         """Notices that peers sent here, each once; those not collected yet are taken from
@@ -549,7 +487,7 @@ class Fabric:
 
     def counters(self) -> list[RailCounters]:
         """Counters of every rail since the engine opened."""
-        counters = _new_array("ekv_rail_counters", _NIC_CAPACITY)
+        counters = new_array("ekv_rail_counters", _NIC_CAPACITY)
         count = ffi.new("size_t *")
         check(self._call(lib.ekv_counters, counters, _NIC_CAPACITY, count))
         rails = self.rails()
@@ -573,7 +511,7 @@ class Fabric:
 
     def trace(self, capacity: int = 1024) -> list[TraceRecord]:
         """The oldest trace records not yet read, at most ``capacity``."""
-        records = _new_array("ekv_trace_record", capacity)
+        records = new_array("ekv_trace_record", capacity)
         count = check(self._call(lib.ekv_trace_read, records, capacity))
         names = TraceRecord.__struct_fields__
         return [

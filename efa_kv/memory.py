@@ -18,6 +18,8 @@ from efa_kv.types import (
     MEMORY_CUDA,
     MEMORY_HOST,
     KeyRecord,
+    Nic,
+    NicRecord,
     RegionRecord,
 )
 
@@ -138,21 +140,26 @@ class RegionFabric(Protocol):
     def region_keys(self, region: int) -> tuple[KeyRecord, ...]: ...
     def region_remove(self, region: int, timeout_s: float) -> None: ...
     def region_rotate(self, region: int, timeout_s: float) -> None: ...
+    def rails(self) -> tuple[Nic, ...]: ...
+    def rail_reset(self, rail: int) -> None: ...
 
 
 class Published(msgspec.Struct, frozen=True):
-    """What peers may know: all regions, and a number that grows with every change."""
+    """What peers may know: all regions and NICs, and a number that grows with every change."""
 
     epoch: int = 0
     regions: tuple[RegionRecord, ...] = ()
+    nics: tuple[NicRecord, ...] = ()
 
 
 class Change(msgspec.Struct, frozen=True):
-    """The step to ``epoch`` from the one before."""
+    """The step to ``epoch`` from the one before; ``nics`` are all of them, or none when
+    their addresses are what they were."""
 
     epoch: int
     added: tuple[RegionRecord, ...] = ()
     removed: tuple[int, ...] = ()
+    nics: tuple[NicRecord, ...] = ()
 
 
 class _Entry:
@@ -176,7 +183,7 @@ class Registry:
     def __init__(self, fabric: RegionFabric) -> None:
         self._fabric = fabric
         self._entries: dict[int, _Entry] = {}
-        self.published = Published()
+        self.published = Published(nics=tuple(nic.record() for nic in fabric.rails()))
 
     def add(self, span: Span, access: int) -> tuple[int, Change | None]:
         """Registers ``span`` or shares a registration that holds it; the region's id, and
@@ -233,6 +240,21 @@ class Registry:
             region for region, entry in self._entries.items() if entry.access & ACCESS_REMOTE_WRITE
         ]
 
+    def reset_loose_rails(self) -> None:
+        """Closes every endpoint whose late bytes no key keeps out: nothing that was on its
+        way lands from then on.  Say `rails_changed` afterwards. [blocks]"""
+        for index, nic in enumerate(self._fabric.rails()):
+            if not nic.fences:
+                self._fabric.rail_reset(index)
+
+    def rails_changed(self) -> Change | None:
+        """The change to tell peers about when NICs have other addresses than were told."""
+        nics = tuple(nic.record() for nic in self._fabric.rails())
+        if nics == self.published.nics:
+            return None
+        self.published = Published(self.published.epoch + 1, self.published.regions, nics)
+        return Change(self.published.epoch, nics=nics)
+
     def _publish(self, added: tuple[int, ...], removed: tuple[int, ...]) -> Change:
         records = tuple(self._record(self._entries[region]) for region in added)
         kept = tuple(
@@ -241,7 +263,7 @@ class Registry:
             if record.region not in added and record.region not in removed
         )
         regions = tuple(sorted(kept + records, key=lambda record: record.region))
-        self.published = Published(self.published.epoch + 1, regions)
+        self.published = Published(self.published.epoch + 1, regions, self.published.nics)
         return Change(self.published.epoch, records, removed)
 
     def _record(self, entry: _Entry) -> RegionRecord:

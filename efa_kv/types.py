@@ -110,7 +110,11 @@ def nic_address(session: str, nic: str) -> NicAddress:
 
 
 class Nic(msgspec.Struct, frozen=True, kw_only=True):
-    """One local rail as the core sees it."""
+    """One local rail as the core sees it.
+
+    ``fences``: taking a key away also stops a write that has begun under it.  Where it
+    does not, only a new endpoint keeps late bytes out.
+    """
 
     name: str
     fabric: str
@@ -123,6 +127,7 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
     completion_queue_size: int
     speed_bits_per_second: int
     address: bytes
+    fences: bool = True
 
     def record(self) -> NicRecord:
         """The part of it that peers need."""
@@ -181,7 +186,8 @@ class Result(msgspec.Struct, frozen=True):
     """State of a job as the core reports it (``ekv_result``).
 
     ``status`` is an error code, 0 when every byte has landed.  ``fenced`` means that no
-    operation of the job can move a byte any more.
+    operation of the job uses memory here any more.  ``stray``: bytes that failed may still
+    land at the target, until that fences itself.
     """
 
     job: int
@@ -194,6 +200,7 @@ class Result(msgspec.Struct, frozen=True):
     provider_code: int = 0
     notice_status: int = 0
     text: str = ""
+    stray: bool = False
 
 
 class JobResult(msgspec.Struct, frozen=True):

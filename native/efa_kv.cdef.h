@@ -7,6 +7,7 @@
 #define EKV_NIC_PROVIDER_KEYS ...
 #define EKV_NIC_WAIT_FD ...
 #define EKV_NIC_DOWN ...
+#define EKV_NIC_FENCES ...
 #define EKV_MEMORY_HOST ...
 #define EKV_MEMORY_CUDA ...
 #define EKV_ACCESS_REMOTE_WRITE ...
@@ -90,6 +91,7 @@ typedef struct ekv_nic {
     uint64_t speed_bits_per_second;
     uint32_t address_length;
     uint8_t address[128];
+    uint32_t resets;
 } ekv_nic;
 
 typedef struct ekv_options {
@@ -126,6 +128,8 @@ int ekv_engine_close(ekv_engine *engine, double timeout_s);
 int ekv_engine_event_fd(ekv_engine *engine);
 
 int ekv_engine_rails(ekv_engine *engine, ekv_nic *nics, size_t capacity, size_t *count);
+int ekv_rail_reset(ekv_engine *engine, uint32_t rail, ekv_error *error);
+int ekv_engine_resets(ekv_engine *engine, uint64_t *count);
 
 typedef struct ekv_memory {
     uint32_t struct_size;
@@ -172,6 +176,8 @@ typedef struct ekv_remote_key {
 int ekv_peer_add(ekv_engine *engine, const ekv_peer_options *options, const ekv_nic *nics,
                  size_t nic_count, ekv_peer_id *peer, ekv_error *error);
 
+int ekv_peer_nics(ekv_engine *engine, ekv_peer_id peer, const ekv_nic *nics,
+                  size_t nic_count, ekv_error *error);
 int ekv_peer_region_add(ekv_engine *engine, ekv_peer_id peer, uint64_t remote_region,
                         uint64_t address, uint64_t length_bytes, const ekv_remote_key *keys,
                         size_t key_count, ekv_error *error);
@@ -222,6 +228,7 @@ typedef struct ekv_result {
     int32_t provider_code;
     int32_t notice_status;
     char text[160];
+    uint32_t stray;
 } ekv_result;
 
 int ekv_submit(ekv_engine *engine, const ekv_job_options *options, const uint64_t *local_addresses,

@@ -34,6 +34,7 @@ LEVELS = {
     "plan": 3,
     "wire": 3,
     "fabric": 3,
+    "_structs": 3,
     "memory": 4,
     "metrics": 4,
     "runtime": 5,
@@ -49,6 +50,8 @@ SIDEWAYS = {
     ("types", "errors"),
     ("fabric", "config"),
     ("connectors", "mooncake"),
+    ("_structs", "config"),
+    ("fabric", "_structs"),
 }
 PACKAGE = "efa_kv"
 

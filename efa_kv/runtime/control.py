@@ -97,9 +97,14 @@ class ControlThread:
         router: Router,
         greeter: Greeter,
         peers: PeerTable,
+        on_rails_changed: Callable[[], None],
     ) -> None:
+        """``on_rails_changed`` is called, on a thread of its own because it may have to wait
+        for memory being registered, when NICs got new addresses."""
         self._config = config
         self._fabric = fabric
+        self._on_rails_changed = on_rails_changed
+        self._resets = 0
         self._router = router
         self._timers = Timers()
         self.sessions = Sessions(config, router, greeter, peers, self, self._timers)
@@ -340,6 +345,8 @@ class ControlThread:
         if self._wake_fd in ready:
             self._drain_wake()
         now = time.monotonic()
+        if self._fabric.event_fd in ready:
+            self._guard(self._look_for_resets)
         backlog = self._drain_jobs(now)
         for _ in range(min(len(self._calls), _CALLS_PER_TURN)):
             self._guard(self._calls.popleft(), now)
@@ -354,6 +361,14 @@ class ControlThread:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             return
+
+    def _look_for_resets(self) -> None:
+        resets = self._fabric.resets()
+        if resets != self._resets:
+            self._resets = resets
+            threading.Thread(
+                target=self._on_rails_changed, name="efa-kv-rails", daemon=True
+            ).start()
 
     def _drain_jobs(self, now: float) -> bool:
         """Hands out finished jobs; whether more may be waiting."""

@@ -7,6 +7,7 @@ Owns the native engine, the control thread and the registered memory.  Calls mar
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import secrets
@@ -118,34 +119,36 @@ class TransferEngine:
         secret = self.config.load_secret()
         host = resolve_own(self.config.host)
         incarnation = secrets.randbelow((1 << 64) - 1) + 1
-        self.fabric = Fabric(self.config, choose_protocol(self.config), host, incarnation)
-        try:
+        with contextlib.ExitStack() as undo:
+            self.fabric = Fabric(self.config, choose_protocol(self.config), host, incarnation)
+            undo.callback(self.fabric.close, 0.0)
             router = Router(
                 Address(host, self.config.port),
                 secret=secret,
                 queue_messages=self.config.send_queue_messages,
                 max_bytes=self.config.max_message_bytes,
             )
-        except BaseException:
-            self.fabric.close(0.0)
-            raise
-        self.identity = Identity(
-            session=Address(host, router.port).session,
-            incarnation=incarnation,
-            process=this_process(),
-            nics=self.fabric.rails(),
-        )
-        self._book = RegionBook(self.fabric, incarnation, self._publish)
-        greeter = Greeter(
-            self.identity, lambda: self._book.published, self.config.max_message_bytes
-        )
-        peers = PeerTable(
-            self.fabric,
-            self.identity.process,
-            near=self.config.near,
-            max_regions=self.config.max_regions,
-        )
-        self.control = ControlThread(self.config, self.fabric, router, greeter, peers)
+            undo.callback(router.close)
+            self.identity = Identity(
+                session=Address(host, router.port).session,
+                incarnation=incarnation,
+                process=this_process(),
+                nics=self.fabric.rails(),
+            )
+            peers = PeerTable(
+                self.fabric,
+                self.identity.process,
+                near=self.config.near,
+                max_regions=self.config.max_regions,
+            )
+            self._book = RegionBook(self.fabric, incarnation, self._publish, lambda: len(peers))
+            greeter = Greeter(
+                self.identity, lambda: self._book.published, self.config.max_message_bytes
+            )
+            self.control = ControlThread(
+                self.config, self.fabric, router, greeter, peers, self._book.rails_changed
+            )
+            undo.pop_all()
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()
         self._started = False
@@ -177,7 +180,7 @@ class TransferEngine:
 
     @property
     def rails(self) -> tuple[Nic, ...]:
-        """The local network devices."""
+        """The local network devices, with the addresses they had at the start."""
         return self.identity.nics
 
     @property
@@ -253,9 +256,10 @@ class TransferEngine:
         self._check_usable()
         return self._book.register(buffer, access)
 
-    def rotate_regions(self, timeout_s: float = 0.0) -> bool:
-        """Gives all memory that peers may write fresh keys.  True: whatever peers still
-        have in flight is refused from now on.  False: in use, call again. [blocks]"""
+    def rotate_regions(self, timeout_s: float = 0.0) -> int:
+        """Gives all memory that peers may write fresh keys.  Returns the epoch that begins
+        with them: whatever peers have in flight from before it cannot land any more.  0:
+        in use, call again. [blocks]"""
         self._check_usable()
         return self._book.rotate_writable(timeout_s)
 

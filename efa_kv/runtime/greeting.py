@@ -79,7 +79,7 @@ class Greeter:
             session=identity.session,
             incarnation=identity.incarnation,
             process=identity.process,
-            nics=tuple(nic.record() for nic in identity.nics),
+            nics=published.nics,
             regions=fitting,
             regions_epoch=published.epoch,
             complete=complete,

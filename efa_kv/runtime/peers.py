@@ -27,6 +27,7 @@ class PeerFabric(Protocol):
     def peer_add(
         self, nics: tuple[NicRecord, ...], incarnation: int, same_process: bool, peer: str = ""
     ) -> int: ...
+    def peer_nics(self, peer_id: int, nics: tuple[NicRecord, ...]) -> None: ...
     def peer_region_add(self, peer_id: int, region: RegionRecord) -> None: ...
     def peer_region_remove(self, peer_id: int, region: int) -> None: ...
     def peer_remove(self, peer_id: int) -> None: ...
@@ -43,6 +44,7 @@ class RemotePeer:
         self.peer_id = peer_id
         self.incarnation = card.incarnation
         self.same_process = same_process
+        self.nics = card.nics
         self.regions: Mapping[int, RegionRecord] = _NO_REGIONS
         self.epoch = 0
         self.complete = True
@@ -104,6 +106,7 @@ class PeerTable:
         """Takes the regions of a card, unless newer ones are known."""
         if card.regions_epoch < peer.epoch or (card.regions_epoch == peer.epoch and peer.regions):
             return
+        self._move_nics(peer, card.nics)
         self._replace(peer, {region.region: region for region in card.regions}, card.complete)
         peer.epoch = card.regions_epoch
         peer.complete = card.complete
@@ -126,6 +129,7 @@ class PeerTable:
                 return None  # late or repeated
             if message.epoch != peer.epoch + 1 or not peer.complete:
                 return 0
+            self._move_nics(peer, message.nics)
             known = dict(peer.regions)
             for number in message.removed:
                 known.pop(number, None)
@@ -135,6 +139,7 @@ class PeerTable:
             return None
         if message.query != peer.query:
             return None
+        self._move_nics(peer, message.nics)
         for region in message.regions:
             peer.collected[region.region] = region
         if len(peer.collected) > self._max_regions:
@@ -158,6 +163,10 @@ class PeerTable:
         for waiter in waiters:
             waiter(False)
 
+    def _move_nics(self, peer: RemotePeer, nics: tuple[NicRecord, ...]) -> None:
+        if nics and nics != peer.nics and self._quietly(self._fabric.peer_nics, peer.peer_id, nics):
+            peer.nics = nics
+
     def _replace(self, peer: RemotePeer, wanted: Mapping[int, RegionRecord], whole: bool) -> None:
         if peer.same_process:
             # Copies inside this process go where the process's own books say, whatever
@@ -180,10 +189,10 @@ class PeerTable:
 
     @staticmethod
     def _quietly(call: Callable[..., None], *arguments: Any) -> bool:
-        """One region that the core refuses must not cost the others."""
+        """What the core refuses of a peer's words must not cost the rest."""
         try:
             call(*arguments)
         except EfaKvError as problem:
-            _log.warning("a region of a peer is left out: %s", problem)
+            _log.warning("a region or NIC of a peer is left out: %s", problem)
             return False
         return True

@@ -38,20 +38,21 @@ class KeyChanger:
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
 
-    def start(self, done: Callable[[bool, float], None]) -> None:
-        """Calls ``done(whether it worked, now)`` on the control thread. Never blocks."""
+    def start(self, done: Callable[[int, float], None]) -> None:
+        """Calls ``done(first epoch with new keys or 0, now)`` on the control thread. Never
+        blocks."""
 
         def change() -> None:
-            works = False
+            epoch = 0
             try:
                 for _ in range(_ROTATE_TRIES):
-                    works = self._engine.rotate_regions(_ROTATE_TIMEOUT_S)
-                    if works:
+                    epoch = self._engine.rotate_regions(_ROTATE_TIMEOUT_S)
+                    if epoch:
                         break
             except EfaKvError as problem:
                 _log.warning("memory keys are not changed: %s", problem)
             try:
-                self._engine.control.later(lambda now: done(works, now))
+                self._engine.control.later(lambda now: done(epoch, now))
             except EfaKvError as problem:
                 _log.debug("new keys come too late: %s", problem)
 
@@ -156,7 +157,7 @@ class Pulling:
                     )
                     self._keys.start(self._rotated)
 
-    def _rotated(self, works: bool, now: float) -> None:
+    def _rotated(self, epoch: int, now: float) -> None:
         self.table.keys_epoch = self._engine.regions_epoch
-        self.run(self.table.rotated(works, now), now)
+        self.run(self.table.rotated(epoch, now), now)
         self._engine.control.wake_timer()

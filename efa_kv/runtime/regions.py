@@ -58,11 +58,17 @@ class RegionBook:
     """All regions of one engine.  Methods are for any thread."""
 
     def __init__(
-        self, fabric: RegionFabric, incarnation: int, announce: Callable[[Change], None]
+        self,
+        fabric: RegionFabric,
+        incarnation: int,
+        announce: Callable[[Change], None],
+        peers: Callable[[], int],
     ) -> None:
-        """``announce`` is called with every change, in order, from the thread that made it."""
+        """``announce`` is called with every change, in order, from the thread that made it;
+        ``peers`` says how many may be writing here."""
         self._registry = Registry(fabric)
         self._announce = announce
+        self._peers = peers
         self._lock = threading.Lock()
         _neighbours[incarnation] = self
 
@@ -86,20 +92,40 @@ class RegionBook:
             change = self._registry.retract(region)
             if change is not None:
                 self._announce(change)
+            writable = region in self._registry.remotely_writable()
             self._registry.remove(region, timeout_s)
+            if writable and region not in self._registry.remotely_writable() and self._peers():
+                self._fence()
 
-    def rotate_writable(self, timeout_s: float) -> bool:
+    def rails_changed(self) -> None:
+        """Tells the peers when the core gave NICs new addresses by itself."""
+        with self._lock:
+            self._announce_rails()
+
+    def rotate_writable(self, timeout_s: float) -> int:
         """Gives every region that peers may write fresh keys, ``timeout_s`` for each.
 
-        True: every key that peers knew before is refused from now on.  False: local
-        operations still use a region; nothing can be said, call again. [blocks]
+        Returns the epoch from which on peers know them: what was asked of peers in an
+        earlier one cannot land any more.  0: local operations still use a region; nothing
+        can be said, call again. [blocks]
         """
         with self._lock:
             for region in self._registry.remotely_writable():
                 try:
                     change = self._registry.rotate(region, timeout_s)
                 except (FabricBusy, StaleHandle):
-                    return False
+                    return 0
                 if change is not None:
                     self._announce(change)
-        return True
+            self._fence()
+            return self.published.epoch
+
+    def _fence(self) -> None:
+        """What the change of keys alone does not keep out."""
+        self._registry.reset_loose_rails()
+        self._announce_rails()
+
+    def _announce_rails(self) -> None:
+        change = self._registry.rails_changed()
+        if change is not None:
+            self._announce(change)

@@ -92,7 +92,7 @@ class Serving:
         if result.status != Code.OK:
             reason = _REASONS.get(Code(result.status), Reason.FAILED)
             _log.warning("job %#x failed (%s): %s", job, reason, result.text or result.status)
-        outcome = Outcome(result.fenced, reason, result.text, result.bytes)
+        outcome = Outcome(result.fenced, reason, result.text, result.bytes, result.stray)
         self.run(self.table.settled(hold_id, job, outcome, now), now)
 
     def on_timer(self, now: float) -> float | None:

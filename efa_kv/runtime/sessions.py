@@ -134,7 +134,11 @@ class Sessions:
     def broadcast(self, change: Change) -> None:
         """Tells every peer about a change of our regions; who misses it asks."""
         message = wire.Regions(
-            query=0, epoch=change.epoch, regions=change.added, removed=change.removed
+            query=0,
+            epoch=change.epoch,
+            regions=change.added,
+            removed=change.removed,
+            nics=change.nics,
         )
         for handle in list(self._by_address.values()):
             if handle.usable:
@@ -300,6 +304,7 @@ class Sessions:
             after=message.after,
             regions=fitting,
             complete=complete,
+            nics=() if message.after else published.nics,
         )
         self._links.transmit(route, answer)
 

@@ -5,7 +5,8 @@ with ``now`` in seconds; every call returns the `Effect` values to carry out, in
 Every pull ends in exactly one `Done`, and `Done` is said only when nobody can write to
 the pull's blocks any more: the producer said so (DRAINED, REFUSED, or its notice behind
 the last byte), or no ask ever left, or the memory keys it was given have been changed.
-A timeout alone proves nothing; it leads to quarantine and from there to new keys.
+A timeout alone proves nothing; it leads to quarantine and from there to new keys.  So does
+a producer's word that bytes may have strayed, unless the keys have changed since the ask.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class ConsumerTable:
         self.pulls: dict[int, Pull] = {}
         self.counts = Counts()
         self.keys_epoch = 0
+        self._fenced_epoch = 0
         self._limits = limits
         self._effects: list[Effect] = []
         self._rotating: frozenset[int] = frozenset()
@@ -130,7 +132,7 @@ class ConsumerTable:
         """This incarnation will never answer again: what it was asked for needs new keys."""
         for pull in self.pulls.values():
             if pull.peer == peer and pull.state in _UNSAFE:
-                pull.peer_gone = True
+                pull.needs_keys = True
                 self._quarantine(pull, Reason.PEER_GONE, "the producer's process is gone", now)
         self._rotate_if_needed(now)
         return self._take_effects()
@@ -141,6 +143,9 @@ class ConsumerTable:
             pull = self.pulls.get(message.pull_id)
             if pull is not None and pull.peer == peer and pull.state in _UNSAFE:
                 self._on_answer(pull, message, now)
+            elif pull is None and isinstance(message, Drained) and not message.closed:
+                # The producer keeps its blocks for an attempt that will not come.
+                self._effects.append(Tell(peer, Abort(pull_id=message.pull_id)))
         return self._take_effects()
 
     def _on_answer(
@@ -157,16 +162,39 @@ class ConsumerTable:
             self._abort(pull, message.reason, message.text, now)
         elif isinstance(message, Drained) and not message.reason:
             self._landed(pull, message.bytes)
+        elif isinstance(message, Drained) and message.stray and not self._is_fenced(pull):
+            self._strayed(pull, message, now)
         elif self._may_ask_again(pull, message):
-            pull.attempt += 1
-            pull.sent = 0
-            pull.send_at = now + TRY_AGAIN_S * pull.attempt
-            self.counts.asked_again += 1
-            self._move(pull, Event.AGAIN)
+            self._ask_again(pull, now)
         else:
-            self._move(pull, Event.DRAINED)
-            self._release_if_held(pull, message)
-            self._end(pull, pull.reason or message.reason, pull.text or message.text)
+            self._give_up(pull, message)
+
+    def _is_fenced(self, pull: Pull) -> bool:
+        """Whether the keys have changed since the pull was last asked for."""
+        return pull.asked_epoch < self._fenced_epoch
+
+    def _strayed(self, pull: Pull, message: Drained, now: float) -> None:
+        """What the producer could not take back has to be kept out here."""
+        again = self._may_ask_again(pull, message)
+        pull.needs_keys = True
+        pull.stray = message
+        self._quarantine(pull, message.reason, message.text, now, doomed=not again)
+        self._rotate_if_needed(now)
+
+    def _ask_again(self, pull: Pull, now: float) -> None:
+        pull.attempt += 1
+        pull.sent = 0
+        pull.heard = now
+        pull.send_at = now + TRY_AGAIN_S * pull.attempt
+        pull.needs_keys = False
+        pull.stray = None
+        self.counts.asked_again += 1
+        self._move(pull, Event.AGAIN)
+
+    def _give_up(self, pull: Pull, message: Refused | Drained) -> None:
+        self._move(pull, Event.DRAINED)
+        self._release_if_held(pull, message)
+        self._end(pull, pull.reason or message.reason, pull.text or message.text)
 
     @staticmethod
     def _may_ask_again(pull: Pull, message: Refused | Drained) -> bool:
@@ -179,20 +207,28 @@ class ConsumerTable:
 
     # ---- the owner's words -----------------------------------------------------------
 
-    def rotated(self, done: bool, now: float) -> list[Effect]:
-        """The change of keys that `Rotate` asked for is done, or could not be made.
+    def rotated(self, epoch: int, now: float) -> list[Effect]:
+        """The change of keys that `Rotate` asked for is done: ``epoch`` is the first with
+        the new ones.  0: it could not be made.
 
-        Set ``keys_epoch`` to the new count before.
+        Set ``keys_epoch`` to the present count before.
         """
         waiting, self._rotating = self._rotating, frozenset()
         self._soonest = min(self._soonest, now + ROTATE_AGAIN_S)
-        if not done:
+        if not epoch:
             self._rotate_at = now + ROTATE_AGAIN_S
             return []
         self.counts.rotations += 1
+        self._fenced_epoch = epoch
         for pull_id in sorted(waiting):
             pull = self.pulls.get(pull_id)
-            if pull is not None:
+            if pull is None:
+                continue
+            if not pull.reason:
+                self._ask_again(pull, now)
+            elif pull.stray is not None:
+                self._give_up(pull, pull.stray)
+            else:
                 self._move(pull, Event.DRAINED)
                 self._end(pull, pull.reason, pull.text)
         self._rotate_if_needed(now)
@@ -216,7 +252,7 @@ class ConsumerTable:
                 continue
             if pull.state is not State.QUARANTINED and pull.heard + timeout_s <= now:
                 self._quarantine(pull, Reason.TIMEOUT, "the producer fell silent", now)
-            if pull.send_at <= now and not pull.peer_gone:
+            if pull.send_at <= now and not pull.needs_keys:
                 self._say(pull, now)
         self._rotate_if_needed(now)
         self._soonest = min(map(self._deadline_of, self.pulls.values()), default=math.inf)
@@ -238,10 +274,10 @@ class ConsumerTable:
             return pull.heard + timeout_s
         if pull.state is not State.QUARANTINED:
             return min(pull.send_at, pull.heard + timeout_s)
-        send_at = math.inf if pull.peer_gone else pull.send_at
+        send_at = math.inf if pull.needs_keys else pull.send_at
         if self._rotating:
             return send_at
-        since = -math.inf if pull.peer_gone else pull.since + timeout_s
+        since = -math.inf if pull.needs_keys else pull.since + timeout_s
         return min(send_at, max(self._rotate_at, since))
 
     def _say(self, pull: Pull, now: float) -> None:
@@ -253,6 +289,7 @@ class ConsumerTable:
         if pull.state in (State.ABORTING, State.QUARANTINED):
             message = Abort(pull_id=request.pull_id)
         else:
+            pull.asked_epoch = self.keys_epoch
             message = Ask(
                 pull_id=request.pull_id,
                 attempt=pull.attempt,
@@ -290,11 +327,13 @@ class ConsumerTable:
         if reason != Reason.ABORTED:
             self._effects.append(Doomed(pull.request.pull_id, reason, text))
 
-    def _quarantine(self, pull: Pull, reason: str, text: str, now: float) -> None:
+    def _quarantine(
+        self, pull: Pull, reason: str, text: str, now: float, doomed: bool = True
+    ) -> None:
+        if doomed and not pull.reason:
+            self._doom(pull, reason, text)
         if pull.state is State.QUARANTINED:
             return
-        if not pull.reason:
-            self._doom(pull, reason, text)
         self._move(pull, Event.SILENT)
         pull.since = now
         pull.sent = 0
@@ -308,7 +347,7 @@ class ConsumerTable:
         waiting = [pull for pull in self.pulls.values() if pull.state is State.QUARANTINED]
         blocks = sum(pull.request.block_count for pull in waiting)
         due = any(
-            pull.peer_gone or pull.since + self._limits.transfer_timeout_s <= now
+            pull.needs_keys or pull.since + self._limits.transfer_timeout_s <= now
             for pull in waiting
         )
         if due or blocks > self._limits.quarantine_blocks:

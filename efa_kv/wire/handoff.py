@@ -99,10 +99,12 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
 
 
 class Drained(Message, frozen=True, kw_only=True, tag="drained"):
-    """No byte of this pull can move any more.
+    """No byte of this pull leaves the producer any more.
 
     ``reason`` is empty when every byte has landed.  ``attempt`` is the last one known;
-    ``closed`` says that no further attempt will be served either.
+    ``closed`` says that no further attempt will be served either.  ``stray``: writes
+    failed on a fabric where that proves nothing, so bytes that have left may still land
+    until the consumer fences its memory.
     """
 
     pull_id: Unsigned
@@ -111,6 +113,7 @@ class Drained(Message, frozen=True, kw_only=True, tag="drained"):
     text: str = ""
     bytes: Unsigned = 0
     closed: bool = True
+    stray: bool = False
 
 
 class Unsettled(Message, frozen=True, kw_only=True, tag="unsettled"):

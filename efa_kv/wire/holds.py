@@ -21,6 +21,7 @@ from efa_kv.types import U32Array
 from efa_kv.wire.envelope import Message
 from efa_kv.wire.handoff import Ask, Release
 from efa_kv.wire.machine import Move, Table
+from efa_kv.wire.memory import PullKey
 
 
 class State(enum.Enum):
@@ -150,7 +151,7 @@ class Offer:
 
     ``posts`` counts `Post` effects not answered yet (``deadline`` is for the last of
     them), ``jobs`` are those not fenced yet.  ``unsettled``: the consumer was told that
-    this cannot succeed.
+    this cannot succeed.  ``stray``: as in `Drained`.
     """
 
     peer: int
@@ -163,6 +164,7 @@ class Offer:
     all_posted: bool = False
     noticed: bool = False
     unsettled: bool = False
+    stray: bool = False
 
     def quiet(self) -> bool:
         """Whether everything asked of the owner was done and has settled."""
@@ -179,6 +181,7 @@ class Handoff:
 
     ``final`` is false while prefill still adds tokens; until then the blocks are the
     server's own and ``reason`` of a failed one waits for `ProducerTable.hold`.
+    ``kept_for``: the pull that failed and may ask again.
     """
 
     hold_id: int
@@ -189,6 +192,7 @@ class Handoff:
     offer: Offer | None = None
     reason: str = ""
     text: str = ""
+    kept_for: PullKey | None = None
 
 
 @dataclass(slots=True)

@@ -71,6 +71,7 @@ class Answers:
             reason=said.reason if said else Reason.UNKNOWN,
             text=said.text if said else "",
             bytes=said.bytes if isinstance(said, Drained) else 0,
+            stray=isinstance(said, Drained) and said.stray,
         )
         self.note(key, drained, True)
         return drained

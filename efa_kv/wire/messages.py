@@ -6,9 +6,9 @@
     REGIONS_QUERY -> REGIONS     regions that came or went after the first contact
     BYE                          the sender closes
 
-Regions travel with an epoch that their owner counts up at each change, so that a peer
-notices when it missed one.  The handoff's messages are in `efa_kv.wire.handoff`, notes between
-users in `efa_kv.wire.notes`.
+Regions, and the NICs' addresses, travel with an epoch that their owner counts up at each
+change, so that a peer notices when it missed one.  The handoff's messages are in
+`efa_kv.wire.handoff`, notes between users in `efa_kv.wire.notes`.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class Regions(Message, frozen=True, kw_only=True, tag="regions"):
 
     Answer to a query (``query`` is not 0): those above ``after``; ``complete`` says that no
     more follow.  Unasked (``query`` is 0): what changed between ``epoch - 1`` and ``epoch``.
+    ``nics`` are all of the sender's, in the order of its card, when their addresses may
+    have changed.
     """
 
     query: U64
@@ -116,6 +118,7 @@ class Regions(Message, frozen=True, kw_only=True, tag="regions"):
     complete: bool = True
     regions: tuple[RegionRecord, ...] = ()
     removed: tuple[int, ...] = ()
+    nics: Annotated[tuple[NicRecord, ...], msgspec.Meta(max_length=256)] = ()
 
 
 SESSION_TYPES: Final[tuple[type[Message], ...]] = (

@@ -66,12 +66,14 @@ SWEEP_S: Final = 0.25
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a job: ``reason`` is empty when every byte has landed."""
+    """What became of a job: ``reason`` is empty when every byte has landed; ``stray`` as in
+    `Drained`."""
 
     fenced: bool
     reason: str = ""
     text: str = ""
     bytes: int = 0
+    stray: bool = False
 
 
 class ProducerTable:
@@ -83,6 +85,7 @@ class ProducerTable:
         self._limits = limits
         self._ids = itertools.count(1)
         self._active: dict[PullKey, int] = {}
+        self._kept: dict[PullKey, int] = {}
         self._parked: OrderedDict[PullKey, Parked] = OrderedDict()
         self._answers = Answers(limits.handoffs * 4)
         self._effects: list[Effect] = []
@@ -191,6 +194,7 @@ class ProducerTable:
             self._effects.append(Send(offer.peer, Accepted(pull_id=pull_id, attempt=attempt)))
 
     def _match(self, peer: int, wanted: Ask | Release, now: float) -> None:
+        key = (peer, wanted.pull_id)
         try:
             handoff = self.index.find(wanted)
             while handoff.final and handoff.lease_until <= now:
@@ -203,8 +207,11 @@ class ProducerTable:
                 return
             _check_range(handoff, wanted)
             self._move(handoff, Event.ASK)
+            if key in self._kept:  # a sibling may match now
+                self._keep_for(self.index.handoffs[self._kept[key]], None)
+            self._keep_for(handoff, None)
             handoff.offer = Offer(peer, wanted, wanted.first_token)
-            self._active[peer, wanted.pull_id] = handoff.hold_id
+            self._active[key] = handoff.hold_id
             accepted = Accepted(pull_id=wanted.pull_id, attempt=wanted.attempt)
             self._effects.append(Send(peer, accepted))
             self._go_on(handoff, now)
@@ -242,6 +249,8 @@ class ProducerTable:
             handoff = self.index.handoffs[self._active[key]]
             self._abort(handoff, "aborted by the consumer")
             return
+        if key in self._kept:
+            self._abort(self.index.handoffs[self._kept[key]], "aborted by the consumer")
         self._parked.pop(key, None)
         self._effects.append(Send(peer, self._answers.close(key)))
 
@@ -331,6 +340,7 @@ class ProducerTable:
         if outcome.fenced:
             offer.jobs.remove(job)
             offer.bytes += outcome.bytes
+            offer.stray |= outcome.stray
         if outcome.reason and not handoff.reason:
             self._fail(handoff, outcome.reason, outcome.text)
             if not outcome.fenced:
@@ -481,6 +491,7 @@ class ProducerTable:
                 text=handoff.text,
                 bytes=offer.bytes,
                 closed=not again,
+                stray=offer.stray,
             )
             self._answer(offer.peer, drained, closed=not again)
             if not reason and not offer.noticed:
@@ -488,10 +499,19 @@ class ProducerTable:
         if again:
             handoff.offer = None
             self._move(handoff, Event.REOFFER)
+            self._keep_for(handoff, (offer.peer, offer.ask.pull_id) if offer else None)
         else:
             self._release(handoff, reason or Reason.CONSUMED, reason)
 
+    def _keep_for(self, handoff: Handoff, key: PullKey | None) -> None:
+        """A pull that failed may ask again, or be given up with what it was held for."""
+        self._kept.pop(handoff.kept_for or (0, 0), None)
+        handoff.kept_for = key
+        if key is not None:
+            self._kept[key] = handoff.hold_id
+
     def _release(self, handoff: Handoff, tombstone: str, reason: str) -> None:
+        self._keep_for(handoff, None)
         self._move(handoff, Event.RELEASE)
         self.index.remove(handoff, tombstone)
         if handoff.final:

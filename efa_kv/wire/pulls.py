@@ -24,6 +24,7 @@ from typing import Final
 import msgspec
 
 from efa_kv.wire.envelope import Message
+from efa_kv.wire.handoff import Drained
 from efa_kv.wire.machine import Move, Table
 
 
@@ -74,6 +75,7 @@ TABLE: Final[Table[State, Event]] = {
     (State.ABORTING, Event.ABORT): Move(State.ABORTING),
     (State.QUARANTINED, Event.ABORT): Move(State.QUARANTINED),
     (State.ABORTING, Event.SILENT): Move(State.QUARANTINED),
+    (State.QUARANTINED, Event.AGAIN): Move(State.ASKED),
     **{(state, Event.AGAIN): Move(State.ASKED) for state in _ASKED},
     **{(state, Event.ABORT): Move(State.ABORTING) for state in _ASKED},
     **{(state, Event.SILENT): Move(State.QUARANTINED) for state in _ASKED},
@@ -143,7 +145,8 @@ class Doomed(msgspec.Struct, frozen=True):
 
 
 class Rotate(msgspec.Struct, frozen=True):
-    """Change the keys of all regions, then say `rotated`; these pulls wait for it."""
+    """Change the keys of all regions so that nothing that was asked for before can land any
+    more, then say `rotated`; these pulls wait for it."""
 
     pull_ids: frozenset[int]
 
@@ -157,6 +160,8 @@ class Pull:
 
     ``peer`` is the incarnation that was asked.  ``heard`` is the last sign of life,
     ``send_at`` when the next message is due, ``since`` when quarantine began.
+    ``asked_epoch`` is that of the newest keys it was asked with.  ``needs_keys``: nobody
+    but ourselves can fence it any more; ``stray`` is the answer that said so, if one did.
     ``reason`` is set once it cannot succeed any more.
     """
 
@@ -168,7 +173,9 @@ class Pull:
     attempt: int = 0
     sent: int = 0
     since: float = 0.0
-    peer_gone: bool = False
+    asked_epoch: int = 0
+    needs_keys: bool = False
+    stray: Drained | None = None
     reason: str = ""
     text: str = ""
 

@@ -105,6 +105,10 @@ typedef uint64_t ekv_job_id;
 #define EKV_NIC_PROVIDER_KEYS (1u << 3)     /* the provider chooses memory keys */
 #define EKV_NIC_WAIT_FD (1u << 4)           /* idle waiting without polling */
 #define EKV_NIC_DOWN (1u << 5)              /* taken out after a failure */
+/* Once a key is gone or an operation has ended, well or not, no byte of it can land.
+ * Without this flag a write that has begun goes on (software providers): what keeps late
+ * bytes out there is ekv_rail_reset at the target. */
+#define EKV_NIC_FENCES (1u << 6)
 
 /* One NIC: a local rail, or (name, fabric, provider, address, speed, numa_node
  * filled) a peer's. */
@@ -122,6 +126,7 @@ typedef struct ekv_nic {
     uint64_t speed_bits_per_second; /* 0 unknown */
     uint32_t address_length;
     uint8_t address[EKV_ADDRESS_BYTES];
+    uint32_t resets; /* of a local rail: how often its address changed */
 } ekv_nic;
 
 typedef struct ekv_options {
@@ -171,6 +176,18 @@ EKV_API int ekv_engine_event_fd(ekv_engine *engine);
 
 EKV_API int ekv_engine_rails(ekv_engine *engine, ekv_nic *nics, size_t capacity, size_t *count);
 
+/* Closes the endpoint of a rail and opens another one: nothing that was on its way over
+ * the rail, in either direction, can move a byte from the return on.  Operations in
+ * flight end in EKV_EPEER; where the rail fences they go on over a path that is left.
+ * The rail has a new address, which peers must be told (ekv_peer_nics there).  The core
+ * does the same by itself, and sets the event fd, to a rail on which a failed job's
+ * operations do not end, or which alone has fallen silent.  EKV_ENOTSUP: memory is bound
+ * to this provider's endpoints.  [blocks] */
+EKV_API int ekv_rail_reset(ekv_engine *engine, uint32_t rail, ekv_error *error);
+
+/* How often any rail's address changed; each change sets the event fd. */
+EKV_API int ekv_engine_resets(ekv_engine *engine, uint64_t *count);
+
 /* ---- regions -------------------------------------------------------------- */
 
 #define EKV_MEMORY_HOST 0u
@@ -207,13 +224,15 @@ EKV_API int ekv_region_keys(ekv_engine *engine, ekv_region_id region, ekv_region
 
 /* New jobs on it are refused from now on; waits up to timeout_s for operations in
  * flight, then deregisters.  EKV_EBUSY: still in use, still refused to new jobs,
- * call again.  After success no peer can write there any more. [blocks] */
+ * call again.  After success no peer can write there any more, with the same limit as
+ * ekv_region_rotate. [blocks] */
 EKV_API int ekv_region_remove(ekv_engine *engine, ekv_region_id region, double timeout_s,
                               ekv_error *error);
 
 /* Deregisters and registers again with fresh keys: from the return on, a write with
- * an old key cannot land (the fence of last resort).  Local operations in flight are
- * waited for up to timeout_s, else EKV_EBUSY and nothing changed. [blocks] */
+ * an old key cannot begin, and none that has begun can land where the rails fence
+ * (EKV_NIC_FENCES); the others need ekv_rail_reset behind it.  Local operations in flight
+ * are waited for up to timeout_s, else EKV_EBUSY and nothing changed. [blocks] */
 EKV_API int ekv_region_rotate(ekv_engine *engine, ekv_region_id region, double timeout_s,
                               ekv_error *error);
 
@@ -240,6 +259,12 @@ typedef struct ekv_remote_key {
  * first used. [blocks] */
 EKV_API int ekv_peer_add(ekv_engine *engine, const ekv_peer_options *options, const ekv_nic *nics,
                          size_t nic_count, ekv_peer_id *peer, ekv_error *error);
+
+/* Tells the addresses that the peer's NICs have now, after it has reset rails: the same
+ * NICs in the same order, else EKV_EINVAL.  Operations on their way to an old address
+ * are left to end. [blocks] */
+EKV_API int ekv_peer_nics(ekv_engine *engine, ekv_peer_id peer, const ekv_nic *nics,
+                          size_t nic_count, ekv_error *error);
 
 /* Tells where the peer's memory is.  remote_region is the peer's own id for it, used
  * to remove it again. [blocks] */
@@ -307,6 +332,8 @@ typedef struct ekv_result {
     int32_t provider_code;
     int32_t notice_status; /* EKV_OK sent; EKV_EBUSY not asked for; else why it was not */
     char text[160];        /* the provider's words for the first error, or empty */
+    uint32_t stray;        /* 1: writes failed on a rail that does not fence, so bytes of them
+                            * may still land until the target fences itself */
 } ekv_result;
 
 /* Takes count descriptors of absolute addresses; the arrays are copied.  count may be

@@ -80,8 +80,11 @@ int ekv_engine_rails(struct ekv_engine *engine, ekv_nic *nics, size_t capacity, 
         code = EKV_EINVAL;
     } else {
         for (uint32_t i = 0; i < engine->rail_count && i < capacity; i++) {
-            ekv_nic nic = engine->rails[i].nic;
+            ekv_nic nic;
 
+            pthread_mutex_lock(&engine->nic_lock);
+            nic = engine->rails[i].nic;
+            pthread_mutex_unlock(&engine->nic_lock);
             nic.flags = atomic_load(&engine->rails[i].flags);
             struct_export(element(nics, stride, i), &nic, sizeof nic);
         }

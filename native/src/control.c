@@ -273,6 +273,7 @@ static int region_rotate(struct ekv_engine *engine, ekv_region_id id, double tim
     uint64_t until_ns = clock_after_ns(timeout_s);
     struct region *region;
     bool was_paused = false;
+    bool quiet;
     int code = EKV_OK;
 
     pthread_rwlock_rdlock(&engine->memory.lock);
@@ -287,10 +288,11 @@ static int region_rotate(struct ekv_engine *engine, ekv_region_id id, double tim
     if (was_paused)
         return error_set(error, EKV_EBUSY, 0, "ekv_region_rotate",
                          "the region's keys are already being replaced");
-    while (atomic_load(&region->operations) > 0 && clock_now_ns() < until_ns &&
+    /* Seen once is enough: what is counted afterwards finds the pause and goes. */
+    while (!(quiet = atomic_load(&region->operations) == 0) && clock_now_ns() < until_ns &&
            !atomic_load(&engine->closing))
         control_nap();
-    if (atomic_load(&region->operations) > 0) {
+    if (!quiet) {
         code = error_set(error, EKV_EBUSY, 0, "ekv_region_rotate",
                          "operations of this engine are still in flight on region 0x%llx",
                          (unsigned long long)id);

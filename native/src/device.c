@@ -282,5 +282,9 @@ void device_describe(const struct fi_info *info, ekv_nic *nic)
         nic->flags |= EKV_NIC_PROVIDER_KEYS;
     if (info->tx_attr->op_flags & FI_DELIVERY_COMPLETE)
         nic->flags |= EKV_NIC_DELIVERY_COMPLETE;
+    /* The device checks the key of every packet and flushes what it drops.  A software
+     * provider checks once and then receives into the buffer for as long as it takes. */
+    if (strncmp(nic->provider, "efa", 3) == 0)
+        nic->flags |= EKV_NIC_FENCES;
     device_describe_place(info, nic);
 }

@@ -64,7 +64,8 @@ void engine_unsignal(struct ekv_engine *engine)
     pthread_mutex_lock(&engine->event_lock);
     /* Whatever is added after this look will signal again. */
     if (engine->event_set && jobs_nothing_to_report(&engine->jobs) &&
-        notice_table_is_empty(&engine->notices)) {
+        notice_table_is_empty(&engine->notices) &&
+        atomic_load(&engine->resets) == atomic_load(&engine->resets_seen)) {
         engine->event_set = false;
         while (read(engine->event_fd, &count, sizeof count) < 0 && errno == EINTR)
             ;
@@ -202,6 +203,7 @@ static int engine_start_groups(struct ekv_engine *engine, const ekv_options *opt
 /* Stops the threads and frees everything; rails must be closed or never opened. */
 static void engine_free(struct ekv_engine *engine)
 {
+    mender_stop(engine);
     for (uint32_t i = 0; i < engine->group_count; i++)
         group_stop(&engine->groups[i]);
     for (uint32_t i = 0; engine->rails && i < engine->rail_count; i++)
@@ -216,6 +218,7 @@ static void engine_free(struct ekv_engine *engine)
     if (engine->event_fd >= 0)
         close(engine->event_fd);
     pthread_mutex_destroy(&engine->event_lock);
+    pthread_mutex_destroy(&engine->nic_lock);
     free(engine->rails);
     free(engine);
 }
@@ -236,6 +239,7 @@ static struct ekv_engine *engine_make(const ekv_options *options)
     engine->spin_ns = or_default(options->spin_us, ENGINE_SPIN_US) * NS_PER_US;
     engine->event_fd = -1;
     pthread_mutex_init(&engine->event_lock, NULL);
+    pthread_mutex_init(&engine->nic_lock, NULL);
     if (!log_open(&engine->log, ENGINE_LOG_RECORDS)) {
         log_close(&engine->log);
         free(engine);
@@ -266,6 +270,8 @@ static int engine_open_parts(struct ekv_engine *engine, const ekv_options *optio
             device_describe(devices.infos[i], &engine->rails[i].nic);
         code = engine_start_groups(engine, options, &devices, error);
     }
+    if (code == EKV_OK)
+        code = mender_start(engine, error);
     device_list_close(&devices, &engine->fabric);
     return code;
 }
@@ -328,7 +334,9 @@ static void group_close_rails(struct group *group, struct command *command)
     command->code = (int)group->live_count;
     for (uint32_t i = 0; i < group->rail_count; i++)
         rail_close_endpoint(&engine->rails[group->rail_first + i]);
-    group_abort_all(group);
+    for (uint32_t i = 0; i < group->rail_count; i++)
+        rail_abort(group, &engine->rails[group->rail_first + i], EKV_ECANCELED, "the engine closed",
+                   false);
     while (group->warm_count > 0)
         warm_settle(group->warms[--group->warm_count].warm, EKV_ECLOSED);
     for (uint32_t i = 0; i < engine->memory.used; i++)
@@ -368,6 +376,7 @@ int ekv_engine_close(struct ekv_engine *engine, double timeout_s)
         return EKV_EFORK;
     if (atomic_exchange(&engine->closing, true))
         return EKV_ECLOSED;
+    mender_stop(engine);
     registry_remove(engine);
     until_ns = clock_after_ns(timeout_s);
     while (engine_call_all(engine, group_cancel_all) > 0 && clock_now_ns() < until_ns)

@@ -35,6 +35,8 @@ struct command {
     struct region *region; /* arguments, as the command needs them */
     struct peer *peer;
     struct warm *warm;
+    struct rail *rail;
+    const char *reason;
 };
 
 /* A warm-up under way, shared by the caller and the groups. */
@@ -90,7 +92,22 @@ struct group {
     uint64_t stuck_sleep_ns;
     uint32_t futile_wakes;
     uint32_t futile_streaks;
-    bool drained; /* every completion queue was empty in this round */
+    bool drained;      /* every completion queue was empty in this round */
+    uint64_t stuck_ns; /* when it last looked for operations that do not end */
+};
+
+/* What resets rails when a progress thread asks for it; see reset.c. */
+struct mender {
+    pthread_t thread;
+    pthread_mutex_t lock; /* of what follows */
+    pthread_cond_t changed;
+    bool started;
+    bool stop;
+    struct {
+        const char *reason;  /* NULL: this rail needs nothing */
+        uint64_t due_ns;     /* not before */
+        uint64_t backoff_ns; /* after the next failure */
+    } rails[RAILS_MAX];
 };
 
 /* Values in a submission ring: what in the upper half, index in the lower. */
@@ -121,6 +138,12 @@ struct ekv_engine {
     struct group groups[GROUPS_MAX];
     uint32_t group_count;
 
+    struct mender mender;
+    pthread_mutex_t nic_lock; /* of the rails' addresses and resets */
+    _Atomic uint64_t resets;
+    _Atomic uint64_t resets_seen; /* by ekv_engine_resets */
+    _Atomic uint32_t overdue;     /* jobs that failed and do not settle */
+
     pthread_mutex_t event_lock;
     int event_fd;
     bool event_set;
@@ -146,7 +169,8 @@ void group_wait(struct group *group, bool worked);
 
 /* post.c: from jobs to operations. True: something was posted or copied. */
 bool group_post(struct group *group, uint64_t now_ns);
-/* The address of a peer's NIC on a rail, inserted when first used. */
+/* The address of a peer's NIC on a rail, inserted when first used; with the peer's lock
+ * held for reading. */
 bool group_path(struct peer *peer, struct rail *rail, uint32_t nic, fi_addr_t *address);
 void operation_begin(struct rail *rail, struct operation *operation);
 
@@ -160,8 +184,15 @@ bool job_advance(struct group *group, struct job *job);
 void job_conclude(struct group *group, struct job *job);
 /* Is there a path to the job's peer that has not failed lately? */
 bool job_has_detour(struct group *group, const struct job *job, uint64_t now_ns);
-void group_abort_all(struct group *group);
+/* Settles all that was in flight on an endpoint that is closed; blame: its paths rest. */
+void rail_abort(struct group *group, struct rail *rail, int code, const char *text, bool blame);
 void trace_job(struct ekv_engine *engine, uint32_t event, const struct job *job, uint32_t rail);
+
+/* reset.c: giving a rail a new endpoint. */
+int mender_start(struct ekv_engine *engine, ekv_error *error);
+void mender_stop(struct ekv_engine *engine);
+/* Asks for resets of rails on which nothing ends. */
+void group_check_stuck(struct group *group, uint64_t now_ns);
 
 /* warm.c */
 void warm_drop(struct warm *warm);

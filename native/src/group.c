@@ -170,15 +170,14 @@ static void group_remove_peers(struct group *group)
         for (uint32_t r = group->rail_first; r < group->rail_first + group->rail_count; r++)
             for (uint32_t n = 0; n < peer->nic_count; n++)
                 if (peer->rails[r].paths[n].inserted && engine->rails[r].endpoint)
-                    rail_address_give(&engine->rails[r], peer->nics[n].address,
-                                      peer->nics[n].address_length);
+                    rail_address_give(&engine->rails[r], peer->rails[r].paths[n].address);
         if (atomic_fetch_sub(&peer->groups_left, 1) == 1)
             peer_give(&engine->peers, peer, engine->rail_count);
         group->removing[i] = group->removing[--group->removing_count];
     }
 }
 
-static void group_set_gauges(struct group *group)
+static void group_look_after_rails(struct group *group)
 {
     struct ekv_engine *engine = group->engine;
 
@@ -186,8 +185,12 @@ static void group_set_gauges(struct group *group)
         struct rail *rail = &engine->rails[group->rail_first + i];
 
         atomic_store_explicit(&rail->counters.in_flight, rail->in_flight, memory_order_relaxed);
+        if (!rail->endpoint)
+            continue;
         if (rail->unposted_count > 0)
             rail_post_receives(rail);
+        rail_address_sweep(rail);
+        rail_drain_events(rail);
     }
 }
 
@@ -217,10 +220,8 @@ static void *group_main(void *argument)
             group->checked_ns = now_ns;
             group_check_deadlines(group, now_ns);
             group_remove_peers(group);
-            group_set_gauges(group);
-            for (uint32_t i = 0; i < group->rail_count; i++)
-                if (group->engine->rails[group->rail_first + i].endpoint)
-                    rail_drain_events(&group->engine->rails[group->rail_first + i]);
+            group_check_stuck(group, now_ns);
+            group_look_after_rails(group);
         }
         if (worked)
             group->active_ns = now_ns;

@@ -63,10 +63,13 @@ static void job_reset(struct job *job)
     job->provider_code = 0;
     job->notice_status = EKV_EBUSY;
     job->first_posted = false;
+    job->stray = false;
     job->text[0] = '\0';
     atomic_store(&job->bytes, 0);
     atomic_store(&job->descriptors, 0);
     atomic_store(&job->active_groups, 0);
+    atomic_store(&job->failed_ns, 0);
+    atomic_store(&job->overdue, false);
     job->live = job->expired = false;
     job->notice_over = false;
     job->region_last = 0;
@@ -196,6 +199,7 @@ bool jobs_publish(struct jobs *jobs, struct job *job, bool fenced)
         job->result.notice_status = job->notice_status;
         snprintf(job->result.text, sizeof job->result.text, "%s", job->text);
     }
+    job->result.stray = job->stray;
     job->done = true;
     job->fenced = fenced;
     report = (job->flags & EKV_JOB_POLLED) && !job->released;
@@ -323,6 +327,7 @@ void job_fail(struct job *job, int status, int provider_code, const char *text)
     if (job->status != EKV_OK)
         return;
     job->status = status;
+    atomic_store(&job->failed_ns, clock_now_ns());
     job->provider_code = provider_code;
     snprintf(job->text, sizeof job->text, "%s", text);
 }

@@ -72,9 +72,12 @@ struct job {
     bool notice_over;     /* sent, or given up */
     uint32_t region_last; /* the region used last, of those in regions */
     bool first_posted;
+    bool stray; /* a write failed where that proves nothing */
     char text[160];
 
     /* Written under lock, read by anybody. */
+    _Atomic uint64_t failed_ns; /* when status was set, else 0 */
+    _Atomic bool overdue;       /* it failed long ago, and something of it is in flight */
     _Atomic uint64_t bytes;
     _Atomic uint64_t descriptors;
 

@@ -1,11 +1,13 @@
 /* near.c - the short way between two engines of one process: memory copies and direct
  * notices.
  *
- * Engines are found by incarnation in a list of those that are open.  The target's
+ * Engines are found by incarnation in a list of those that are open; a forked child
+ * inherits its parent's list, whose engines have no threads there.  The target's
  * region table is read-locked for the length of one copy, so that a region being
  * removed is either refused or waited for, never written after it went away. */
 #include <assert.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "engine.h"
 
@@ -41,7 +43,7 @@ void registry_flush(void)
 {
     pthread_rwlock_rdlock(&registry_lock);
     for (struct ekv_engine *other = registry_first; other; other = other->registry_next)
-        for (uint32_t i = 0; i < other->group_count; i++)
+        for (uint32_t i = 0; i < other->group_count && other->process == getpid(); i++)
             for (int round = 0; round < 2; round++) {
                 /* The second runs a round later, so a whole one has passed. */
                 struct command command = {.run = command_nothing};
@@ -56,7 +58,7 @@ static struct ekv_engine *registry_find(uint64_t incarnation)
 {
     struct ekv_engine *engine = registry_first;
 
-    while (engine && engine->incarnation != incarnation)
+    while (engine && (engine->incarnation != incarnation || engine->process != getpid()))
         engine = engine->registry_next;
     return engine;
 }

@@ -45,10 +45,12 @@ static void peer_empty(struct peer *peer, uint32_t rail_count)
         free(peer->rails[i].paths);
     free(peer->rails);
     free(peer->nics);
+    free(peer->nic_versions);
     peer->regions = NULL;
     peer->region_capacity = 0;
     peer->rails = NULL;
     peer->nics = NULL;
+    peer->nic_versions = NULL;
     peer->nic_count = 0;
 }
 
@@ -92,8 +94,9 @@ static bool peer_fill(struct peer *peer, const ekv_nic *nics, uint32_t nic_count
                       uint32_t rail_count)
 {
     peer->nics = calloc(nic_count ? nic_count : 1, sizeof *peer->nics);
+    peer->nic_versions = calloc(nic_count ? nic_count : 1, sizeof *peer->nic_versions);
     peer->rails = calloc(rail_count, sizeof *peer->rails);
-    if (!peer->nics || !peer->rails)
+    if (!peer->nics || !peer->nic_versions || !peer->rails)
         return false;
     peer->nic_count = nic_count;
     memcpy(peer->nics, nics, nic_count * sizeof *nics);
@@ -152,6 +155,28 @@ struct peer *peer_find(struct peer_table *table, uint8_t tag, ekv_peer_id id)
         (state != PEER_READY && state != PEER_REMOVING))
         return NULL;
     return peer;
+}
+
+bool peer_nics_move(struct peer *peer, const ekv_nic *nics, size_t count)
+{
+    bool same = count == peer->nic_count;
+
+    pthread_rwlock_wrlock(&peer->lock);
+    for (size_t i = 0; same && i < count; i++)
+        same = strncmp(nics[i].name, peer->nics[i].name, EKV_NAME_BYTES) == 0 &&
+               nics[i].address_length > 0 && nics[i].address_length <= EKV_ADDRESS_BYTES;
+    for (size_t i = 0; same && i < count; i++) {
+        ekv_nic *nic = &peer->nics[i];
+
+        if (nics[i].address_length == nic->address_length &&
+            memcmp(nics[i].address, nic->address, nic->address_length) == 0)
+            continue;
+        memcpy(nic->address, nics[i].address, sizeof nic->address);
+        nic->address_length = nics[i].address_length;
+        peer->nic_versions[i]++;
+    }
+    pthread_rwlock_unlock(&peer->lock);
+    return same;
 }
 
 bool peer_nic_matches(const ekv_nic *ours, const ekv_nic *theirs, bool is_ip)

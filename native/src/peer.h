@@ -24,6 +24,7 @@ struct path {
     enum path_state state;
     bool usable; /* both NICs are on the same fabric */
     bool inserted;
+    uint32_t version;  /* of the NIC's address, when it was inserted */
     uint32_t failures; /* in a row */
     uint64_t retry_ns; /* not used before, unless nothing else is left */
 };
@@ -63,7 +64,8 @@ struct peer {
     _Atomic int state;
     bool same_process;
     uint64_t incarnation;
-    ekv_nic *nics;
+    ekv_nic *nics;          /* their addresses are guarded by lock */
+    uint32_t *nic_versions; /* how often each address changed; guarded by lock */
     uint32_t nic_count;
     struct peer_rail *rails;
     _Atomic uint32_t jobs;        /* jobs that may still touch it */
@@ -93,6 +95,9 @@ void peer_give(struct peer_table *table, struct peer *peer, uint32_t rail_count)
 
 /* By id, in state READY or REMOVING; with the table's lock held by the caller. */
 struct peer *peer_find(struct peer_table *table, uint8_t tag, ekv_peer_id id);
+
+/* Takes new addresses; false: these are other NICs. */
+bool peer_nics_move(struct peer *peer, const ekv_nic *nics, size_t count);
 
 bool peer_nic_matches(const ekv_nic *ours, const ekv_nic *theirs, bool is_ip);
 

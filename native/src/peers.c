@@ -21,6 +21,7 @@ static void command_resolve(struct group *group, struct command *command)
     struct peer *peer = command->peer;
     uint32_t usable = 0;
 
+    pthread_rwlock_rdlock(&peer->lock);
     for (uint32_t r = group->rail_first; r < group->rail_first + group->rail_count; r++) {
         struct rail *rail = &engine->rails[r];
         struct peer_rail *side = &peer->rails[r];
@@ -43,6 +44,7 @@ static void command_resolve(struct group *group, struct command *command)
                           r, peer->nics[nic].name);
         }
     }
+    pthread_rwlock_unlock(&peer->lock);
     command->code = (int)usable;
 }
 
@@ -167,6 +169,31 @@ static int peer_stale(ekv_peer_id id, const char *where, ekv_error *error)
 {
     return error_set(error, EKV_ESTALE, 0, where, "peer 0x%llx is not (or no longer) known",
                      (unsigned long long)id);
+}
+
+int ekv_peer_nics(struct ekv_engine *engine, ekv_peer_id id, const ekv_nic *nics, size_t nic_count,
+                  ekv_error *error)
+{
+    ekv_nic *copies = NULL;
+    struct peer *peer;
+    int code = engine_enter(engine, error);
+
+    if (code != EKV_OK)
+        return code;
+    peer = peer_hold(engine, id);
+    if (!peer)
+        code = peer_stale(id, "ekv_peer_nics", error);
+    else if (nics && nic_count <= PEER_NICS_MAX)
+        copies = nics_import(nics, nic_count);
+    if (peer && (!copies || !peer_nics_move(peer, copies, nic_count)))
+        code = error_set(error, EKV_EINVAL, 0, "ekv_peer_nics",
+                         "these are not the %u NICs that the peer was added with, in their order",
+                         peer->nic_count);
+    if (peer)
+        peer_let_go(peer);
+    free(copies);
+    engine_leave(engine);
+    return code;
 }
 
 static ekv_remote_key *keys_import(const ekv_remote_key *keys, size_t count)

@@ -42,11 +42,21 @@ enum turn {
 
 bool group_path(struct peer *peer, struct rail *rail, uint32_t nic, fi_addr_t *address)
 {
-    struct path *path = &peer->rails[rail->index].paths[nic];
+    struct peer_rail *side = &peer->rails[rail->index];
+    struct path *path = &side->paths[nic];
 
     if (!rail->endpoint)
         return false;
+    if (path->inserted && path->version != peer->nic_versions[nic]) {
+        rail_address_retire(rail, path->address);
+        path->inserted = false;
+    }
     if (!path->inserted) {
+        if (path->version != peer->nic_versions[nic]) {
+            path_succeed(path); /* what failed was the old address */
+            side->again_ns = 0;
+        }
+        path->version = peer->nic_versions[nic];
         if (!rail_address_take(rail, peer->nics[nic].address, peer->nics[nic].address_length,
                                &path->address)) {
             path_fail(path, clock_now_ns());
@@ -65,7 +75,8 @@ void operation_begin(struct rail *rail, struct operation *operation)
 
     if (side->in_flight++ == 0)
         side->settled_ns = clock_now_ns();
-    rail->in_flight++;
+    if (rail->in_flight++ == 0)
+        rail->settled_ns = side->settled_ns;
     rail->outstanding_bytes += operation->piece.length;
     rail->carried_bytes += operation->piece.length;
     counter_add(&rail->counters.operations_posted, 1);
@@ -193,6 +204,7 @@ static enum turn operation_refused(struct group *group, struct job *job, struct 
         side->again_ns = now_ns;
     if (now_ns - side->again_ns < POST_UNREACHABLE_NS)
         return TURN_AGAIN;
+    side->again_ns = 0; /* the next job gets as long again */
     path_fail(path, now_ns);
     if (job_has_detour(group, job, now_ns))
         return TURN_AGAIN;

@@ -27,6 +27,7 @@ const char *rail_strerror(const struct rail *rail, int code)
 static void rail_set_depth(struct rail *rail, const struct rail_options *options)
 {
     size_t offered = rail->info->tx_attr->size;
+    size_t completions;
 
     rail->depth = offered > 65536 ? 65536 : (uint32_t)offered;
     if (rail->depth == 0)
@@ -41,16 +42,19 @@ static void rail_set_depth(struct rail *rail, const struct rail_options *options
     if (rail->info->rx_attr->size < rail->receive_count)
         rail->receive_count = (uint32_t)rail->info->rx_attr->size;
     rail->nic.queue_depth = rail->depth;
+    completions = rail->info->tx_attr->size + rail->info->rx_attr->size;
+    if (completions < (size_t)rail->depth + rail->receive_count + RAIL_SPARE_SLOTS)
+        completions = (size_t)rail->depth + rail->receive_count + RAIL_SPARE_SLOTS;
+    rail->nic.completion_queue_size = (uint32_t)completions;
 }
 
 static ssize_t rail_open_completions(struct rail *rail)
 {
-    struct fi_cq_attr attributes = {.format = FI_CQ_FORMAT_MSG, .wait_obj = FI_WAIT_FD};
+    struct fi_cq_attr attributes = {.format = FI_CQ_FORMAT_MSG,
+                                    .wait_obj = FI_WAIT_FD,
+                                    .size = rail->nic.completion_queue_size};
     ssize_t answer;
 
-    attributes.size = rail->info->tx_attr->size + rail->info->rx_attr->size;
-    if (attributes.size < (size_t)rail->depth + rail->receive_count + RAIL_SPARE_SLOTS)
-        attributes.size = (size_t)rail->depth + rail->receive_count + RAIL_SPARE_SLOTS;
     rail->wait_fd = -1;
     answer = fi_cq_open(rail->domain, &attributes, &rail->completions, rail);
     if (answer == 0 && fi_control(&rail->completions->fid, FI_GETWAIT, &rail->wait_fd) != 0) {
@@ -64,7 +68,6 @@ static ssize_t rail_open_completions(struct rail *rail)
     }
     if (answer != 0)
         rail->completions = NULL;
-    rail->nic.completion_queue_size = (uint32_t)attributes.size;
     return answer;
 }
 
@@ -99,10 +102,8 @@ static void rail_open_remote_count(struct rail *rail)
     }
 }
 
-static int rail_open_objects(struct rail *rail, ekv_error *error)
+static int rail_open_domain(struct rail *rail, ekv_error *error)
 {
-    /* A hint; shm refuses more than it can ever hold, the others grow. */
-    struct fi_av_attr av = {.type = FI_AV_TABLE, .count = 256};
     ssize_t answer = rail->library->open(rail->info->fabric_attr, &rail->fabric, rail);
 
     if (answer != 0)
@@ -110,7 +111,15 @@ static int rail_open_objects(struct rail *rail, ekv_error *error)
     answer = fi_domain(rail->fabric, rail->info, &rail->domain, rail);
     if (answer != 0)
         return rail_fail(rail, error, answer, "fi_domain");
-    answer = fi_av_open(rail->domain, &av, &rail->addresses, rail);
+    return EKV_OK;
+}
+
+static int rail_open_endpoint(struct rail *rail, ekv_error *error)
+{
+    /* A hint; shm refuses more than it can ever hold, the others grow. */
+    struct fi_av_attr av = {.type = FI_AV_TABLE, .count = 256};
+    ssize_t answer = fi_av_open(rail->domain, &av, &rail->addresses, rail);
+
     if (answer != 0)
         return rail_fail(rail, error, answer, "fi_av_open");
     answer = rail_open_completions(rail);
@@ -137,14 +146,14 @@ static int rail_open_objects(struct rail *rail, ekv_error *error)
 }
 
 /* Only an enabled endpoint has an address worth publishing. */
-static int rail_read_address(struct rail *rail, ekv_error *error)
+static int rail_read_address(struct rail *rail, ekv_nic *nic, ekv_error *error)
 {
-    size_t length = sizeof rail->nic.address;
-    ssize_t answer = fi_getname(&rail->endpoint->fid, rail->nic.address, &length);
+    size_t length = sizeof nic->address;
+    ssize_t answer = fi_getname(&rail->endpoint->fid, nic->address, &length);
 
-    if (answer != 0 || length == 0 || length > sizeof rail->nic.address)
+    if (answer != 0 || length == 0 || length > sizeof nic->address)
         return rail_fail(rail, error, answer ? answer : -FI_ETOOSMALL, "fi_getname");
-    rail->nic.address_length = (uint32_t)length;
+    nic->address_length = (uint32_t)length;
     return EKV_OK;
 }
 
@@ -191,9 +200,11 @@ int rail_open(struct rail *rail, const struct fabric *library, struct log *log,
     rail->wait_fd = -1;
     rail->nic.struct_size = sizeof rail->nic;
     rail_set_depth(rail, options);
-    code = rail_open_objects(rail, error);
+    code = rail_open_domain(rail, error);
     if (code == EKV_OK)
-        code = rail_read_address(rail, error);
+        code = rail_open_endpoint(rail, error);
+    if (code == EKV_OK)
+        code = rail_read_address(rail, &rail->nic, error);
     if (code == EKV_OK)
         code = rail_open_slots(rail, error);
     if (code != EKV_OK) {
@@ -254,21 +265,58 @@ void rail_close_endpoint(struct rail *rail)
         pthread_rwlock_unlock(&guard);
 }
 
-void rail_close(struct rail *rail)
+static void rail_close_queues(struct rail *rail)
 {
-    rail_close_endpoint(rail);
-    fid_close(rail->messages_mr ? &rail->messages_mr->fid : NULL);
     fid_close(rail->addresses ? &rail->addresses->fid : NULL);
     fid_close(rail->remote_count ? &rail->remote_count->fid : NULL);
     fid_close(rail->completions ? &rail->completions->fid : NULL);
     fid_close(rail->events ? &rail->events->fid : NULL);
+    rail->addresses = NULL;
+    rail->remote_count = NULL;
+    rail->remote_seen = 0;
+    rail->completions = NULL;
+    rail->events = NULL;
+    rail->wait_fd = -1;
+    rail->known_count = 0;
+    rail->known_idle = false;
+}
+
+bool rail_can_reopen(const struct rail *rail)
+{
+    return !((uint64_t)rail->info->domain_attr->mr_mode & FI_MR_ENDPOINT);
+}
+
+int rail_reopen(struct rail *rail, ekv_nic *nic, ekv_error *error)
+{
+    int code;
+
+    assert(!rail->endpoint);
+    rail_close_queues(rail);
+    code = rail_open_endpoint(rail, error);
+    if (code == EKV_OK)
+        code = rail_read_address(rail, nic, error);
+    if (code != EKV_OK) {
+        rail_close_endpoint(rail);
+        rail_close_queues(rail);
+        return code;
+    }
+    /* The old endpoint has given up its receives with everything else. */
+    rail->unposted_count = 0;
+    for (size_t i = 0; i < rail->inflight.count; i++)
+        if (rail->inflight.slots[i].kind == OPERATION_RECEIVE)
+            rail->unposted[rail->unposted_count++] = &rail->inflight.slots[i];
+    rail_post_receives(rail);
+    return EKV_OK;
+}
+
+void rail_close(struct rail *rail)
+{
+    rail_close_endpoint(rail);
+    fid_close(rail->messages_mr ? &rail->messages_mr->fid : NULL);
+    rail_close_queues(rail);
     fid_close(rail->domain ? &rail->domain->fid : NULL);
     fid_close(rail->fabric ? &rail->fabric->fid : NULL);
     rail->messages_mr = NULL;
-    rail->addresses = NULL;
-    rail->remote_count = NULL;
-    rail->completions = NULL;
-    rail->events = NULL;
     rail->domain = NULL;
     rail->fabric = NULL;
     inflight_close(&rail->inflight);
@@ -308,7 +356,8 @@ static struct rail_address *rail_address_find(struct rail *rail, const uint8_t *
                                               uint32_t length)
 {
     for (uint32_t i = 0; i < rail->known_count; i++)
-        if (rail->known[i].length == length && memcmp(rail->known[i].bytes, bytes, length) == 0)
+        if (rail->known[i].users > 0 && rail->known[i].length == length &&
+            memcmp(rail->known[i].bytes, bytes, length) == 0)
             return &rail->known[i];
     return NULL;
 }
@@ -343,14 +392,44 @@ bool rail_address_take(struct rail *rail, const uint8_t *bytes, uint32_t length,
     return true;
 }
 
-void rail_address_give(struct rail *rail, const uint8_t *bytes, uint32_t length)
+/* One user less; the entry when it was the last. */
+static struct rail_address *rail_address_leave(struct rail *rail, fi_addr_t address)
 {
-    struct rail_address *known = rail_address_find(rail, bytes, length);
+    uint32_t i = 0;
 
-    assert(known && known->users > 0);
-    if (--known->users > 0)
-        return;
-    /* Removed, so that a new engine at this address gets a new connection. */
+    while (i < rail->known_count &&
+           (rail->known[i].users == 0 || rail->known[i].address != address))
+        i++;
+    assert(i < rail->known_count);
+    return --rail->known[i].users == 0 ? &rail->known[i] : NULL;
+}
+
+/* Removed, so that a new engine at this address gets a new connection. */
+static void rail_address_remove(struct rail *rail, struct rail_address *known)
+{
     fi_av_remove(rail->addresses, &known->address, 1, 0);
     *known = rail->known[--rail->known_count];
+}
+
+void rail_address_give(struct rail *rail, fi_addr_t address)
+{
+    struct rail_address *known = rail_address_leave(rail, address);
+
+    if (known)
+        rail_address_remove(rail, known);
+}
+
+void rail_address_retire(struct rail *rail, fi_addr_t address)
+{
+    rail->known_idle |= rail_address_leave(rail, address) != NULL;
+}
+
+void rail_address_sweep(struct rail *rail)
+{
+    if (!rail->known_idle || rail->in_flight > 0)
+        return;
+    rail->known_idle = false;
+    for (uint32_t i = rail->known_count; i-- > 0;)
+        if (rail->known[i].users == 0)
+            rail_address_remove(rail, &rail->known[i]);
 }

@@ -1,7 +1,8 @@
 /* rail.h - one local NIC: its libfabric objects, its credits and its operations.
  *
  * Everything but the counters belongs to the progress thread of the rail's group;
- * `nic` is fixed before other threads can see the rail, except for its flags. */
+ * `nic` is fixed before other threads can see the rail, except for its flags, and for its
+ * address and resets, which change with the engine's nic_lock held. */
 #ifndef EKV_RAIL_H
 #define EKV_RAIL_H
 
@@ -74,7 +75,8 @@ struct rail {
     int wait_fd; /* -1: this provider cannot wake us */
 
     uint32_t depth;
-    uint32_t in_flight; /* operations that use credit */
+    uint32_t in_flight;  /* operations that use credit */
+    uint64_t settled_ns; /* when one settled last, or the first of them began */
     uint64_t outstanding_bytes;
     uint64_t carried_bytes;
     struct inflight inflight;
@@ -89,6 +91,7 @@ struct rail {
     struct rail_address *known;
     uint32_t known_count;
     uint32_t known_capacity;
+    bool known_idle; /* some have no users any more, and wait until nothing is in flight */
 
     struct rail_counters counters;
 };
@@ -112,6 +115,13 @@ void rail_guard_leave(const struct rail *rail);
 void rail_close_endpoint(struct rail *rail);
 void rail_close(struct rail *rail);
 
+/* Whether the rail can get another endpoint under its registered memory. */
+bool rail_can_reopen(const struct rail *rail);
+/* Opens what rail_close_endpoint closed, with new queues and an empty address vector, and
+ * writes the new address to *nic; what was in flight is dead but not settled.  On failure
+ * the rail stays without an endpoint, and the call can be repeated. */
+int rail_reopen(struct rail *rail, ekv_nic *nic, ekv_error *error);
+
 const char *rail_strerror(const struct rail *rail, int code);
 
 int rail_register(struct rail *rail, void *address, size_t length, uint64_t access, uint64_t key,
@@ -120,7 +130,11 @@ int rail_register(struct rail *rail, void *address, size_t length, uint64_t acce
 /* Finds or inserts an address; false: the provider refused it. */
 bool rail_address_take(struct rail *rail, const uint8_t *bytes, uint32_t length,
                        fi_addr_t *address);
-void rail_address_give(struct rail *rail, const uint8_t *bytes, uint32_t length);
+void rail_address_give(struct rail *rail, fi_addr_t address);
+/* The same for an address that operations may still be on their way to: it is removed
+ * when nothing is in flight on the rail. */
+void rail_address_retire(struct rail *rail, fi_addr_t address);
+void rail_address_sweep(struct rail *rail);
 
 /* All three return libfabric's code; -FI_EAGAIN asks to come again. */
 ssize_t rail_post_data(struct rail *rail, struct operation *operation, void *descriptor,

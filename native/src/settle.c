@@ -18,6 +18,7 @@ struct outcome {
     int code; /* ekv_code */
     int error;
     int provider_error;
+    bool blameless; /* the path is as good as before */
     char text[160];
 };
 
@@ -70,6 +71,8 @@ bool job_advance(struct group *group, struct job *job)
         trace_job(group->engine, EKV_TRACE_FAILED, job, 0);
     }
     job->stage = JOB_SETTLED;
+    if (atomic_exchange(&job->overdue, false))
+        atomic_fetch_sub(&group->engine->overdue, 1);
     /* From here on other groups may let go of it; this hold is for job_conclude. */
     job_hold(&group->engine->jobs, job);
     return true;
@@ -139,6 +142,7 @@ static void job_take_failure(struct group *group, struct rail *rail, struct job 
                              const struct operation *operation, const struct outcome *outcome,
                              uint64_t now_ns)
 {
+    bool fenced = rail->nic.flags & EKV_NIC_FENCES;
     bool again = outcome->code != EKV_EACCESS && job->status == EKV_OK &&
                  operation->attempts + 1 < SETTLE_ATTEMPTS_MAX &&
                  job_has_detour(group, job, now_ns);
@@ -152,7 +156,11 @@ static void job_take_failure(struct group *group, struct rail *rail, struct job 
         job->notice_over = true;
         return;
     }
-    if (operation->kind == OPERATION_DATA && again &&
+    /* Where an error proves nothing, the first copy may land after the second, in memory
+     * that has another owner by then. */
+    if (operation->kind == OPERATION_DATA && !operation->is_read && !fenced)
+        job->stray |= outcome->code != EKV_EACCESS;
+    if (operation->kind == OPERATION_DATA && again && (fenced || operation->is_read) &&
         job_retry_put(job, &operation->piece, operation->attempts + 1)) {
         counter_add(&rail->counters.operations_resent, 1);
         group_activate(group, job);
@@ -171,7 +179,7 @@ static void operation_settle(struct group *group, struct rail *rail, struct oper
 
     assert(side->in_flight > 0 && rail->in_flight > 0);
     side->in_flight--;
-    side->settled_ns = now_ns;
+    side->settled_ns = rail->settled_ns = now_ns;
     rail->in_flight--;
     rail->outstanding_bytes -= ended.piece.length;
     counter_add(&rail->counters.operations_settled, 1);
@@ -179,7 +187,7 @@ static void operation_settle(struct group *group, struct rail *rail, struct oper
         path_succeed(path);
     } else {
         counter_add(&rail->counters.operations_failed, 1);
-        if (outcome->code != EKV_EACCESS)
+        if (outcome->code != EKV_EACCESS && !outcome->blameless)
             path_fail(path, now_ns);
     }
     inflight_give(&rail->inflight, operation, outcome->code == EKV_OK ? 0 : now_ns);
@@ -364,19 +372,16 @@ void group_check_deadlines(struct group *group, uint64_t now_ns)
     }
 }
 
-void group_abort_all(struct group *group)
+void rail_abort(struct group *group, struct rail *rail, int code, const char *text, bool blame)
 {
-    static const struct outcome closed = {.code = EKV_ECANCELED, .text = "the engine closed"};
+    struct outcome outcome = {.code = code, .blameless = !blame};
     uint64_t now_ns = clock_now_ns();
 
-    for (uint32_t i = 0; i < group->rail_count; i++) {
-        struct rail *rail = &group->engine->rails[group->rail_first + i];
+    snprintf(outcome.text, sizeof outcome.text, "%s", text);
+    for (size_t i = 0; i < rail->inflight.count; i++) {
+        struct operation *operation = &rail->inflight.slots[i];
 
-        for (size_t s = 0; s < rail->inflight.count; s++) {
-            struct operation *operation = &rail->inflight.slots[s];
-
-            if (operation->kind != OPERATION_FREE && operation->kind != OPERATION_RECEIVE)
-                operation_settle(group, rail, operation, &closed, now_ns);
-        }
+        if (operation->kind != OPERATION_FREE && operation->kind != OPERATION_RECEIVE)
+            operation_settle(group, rail, operation, &outcome, now_ns);
     }
 }

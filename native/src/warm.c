@@ -63,11 +63,15 @@ static bool warm_item_post(struct group *group, const struct warm_item *item, ui
     struct peer *peer = item->warm->peer;
     struct operation *operation;
     ekv_notice nothing = {.sender = group->engine->incarnation};
+    bool reachable;
     fi_addr_t address;
     ssize_t answer;
 
-    if (!rail->endpoint || atomic_load(&peer->state) != PEER_READY ||
-        !group_path(peer, rail, item->nic, &address)) {
+    pthread_rwlock_rdlock(&peer->lock);
+    reachable = rail->endpoint && atomic_load(&peer->state) == PEER_READY &&
+                group_path(peer, rail, item->nic, &address);
+    pthread_rwlock_unlock(&peer->lock);
+    if (!reachable) {
         warm_settle(item->warm, EKV_EPEER);
         return true;
     }

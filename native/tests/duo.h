@@ -6,7 +6,9 @@
 
 #include "pair.h"
 
+#ifndef BYTES
 #define BYTES (8u << 20)
+#endif
 
 static const char *protocol;
 static uint8_t *source, *target;

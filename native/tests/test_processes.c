@@ -211,8 +211,8 @@ static void test_killed_target(void)
         if (round == 0)
             kill(target.process, SIGKILL);
         result.struct_size = sizeof result;
-        CHECK_INT(ekv_job_wait(engine, job, 7, 0, &result), EKV_OK);
-        CHECK(now_s() - began < 6);
+        CHECK_INT(ekv_job_wait(engine, job, 30, 0, &result), EKV_OK);
+        CHECK_INT(ekv_job_wait(engine, job, 30, 1, &result), EKV_OK);
         printf("  killed, round %d: %s after %.2f s, fenced %u, \"%s\"\n", round,
                ekv_code_name(result.status), now_s() - began, result.fenced, result.text);
         if (round > 0)
@@ -257,17 +257,21 @@ static void test_stopped_target(void)
         printf("  beside a stopped peer: %.3f s\n", now_s() - began);
     }
     result.struct_size = sizeof result;
-    CHECK_INT(ekv_job_wait(engine, job, 5, 0, &result), EKV_OK);
+    CHECK_INT(ekv_job_wait(engine, job, 30, 0, &result), EKV_OK);
     printf("  stopped: %s, fenced %u, bytes %llu\n", ekv_code_name(result.status), result.fenced,
            (unsigned long long)result.bytes);
     if (result.status == EKV_EDEADLINE) { /* shm may write without the target's help */
-        kill(target.process, SIGCONT);
-        CHECK_INT(ekv_job_wait(engine, job, 5, 1, &result), EKV_OK);
+        /* The rail gets a new endpoint, and with it our memory comes back. */
+        CHECK_INT(ekv_job_wait(engine, job, 30, 1, &result), EKV_OK);
         CHECK_INT(result.fenced, 1);
         CHECK_INT(result.status, EKV_EDEADLINE);
+        CHECK_INT(result.stray, 1);
     }
     CHECK_INT(ekv_job_release(engine, job), EKV_OK);
-    kill(target.process, SIGSTOP);
+    result = pair_finish(
+        engine, submit_pieces(engine, healthy_peer, &healthy, 65536, 20, EKV_WRITE, 0), 20);
+    CHECK_INT(result.status, EKV_OK);
+    CHECK(memcmp(source, healthy.view, BYTES) == 0);
     job = submit_pieces(engine, peer, &target, 4096, 30, EKV_WRITE, 0);
     nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
     began = now_s();
@@ -297,22 +301,17 @@ static void test_rotated_key(void)
     CHECK(read(target.socket, &fresh, sizeof fresh) == sizeof fresh);
     CHECK(fresh.keys[0].key != target.card.keys[0].key);
     memset(target.view, 0, BYTES);
-    /* Over shm the target drops such a write without a word: that job is never fenced. */
+    /* Over shm the target drops such a write without a word. */
     job = submit_pieces(engine, peer, &target, 65536, 1, EKV_WRITE, 0);
-    CHECK_INT(ekv_job_wait(engine, job, 5, 0, &result), EKV_OK);
+    CHECK_INT(ekv_job_wait(engine, job, 30, 0, &result), EKV_OK);
     printf("  old key: %s \"%s\", fenced %u\n", ekv_code_name(result.status), result.text,
            result.fenced);
     CHECK(result.status != EKV_OK);
+    CHECK_INT(ekv_job_wait(engine, job, 30, 1, &result), EKV_OK);
+    CHECK_INT(result.fenced, 1);
     CHECK_INT(ekv_job_release(engine, job), EKV_OK);
     for (size_t i = 0; i < BYTES; i++)
         CHECK(target.view[i] == 0);
-    if (strcmp(protocol, "shm") == 0) {
-        /* In libfabric 1.17 the refused command stays at the head of the target's queue
-         * for ever, so there is no second act. */
-        ekv_engine_close(engine, 0.1);
-        target_end(&target);
-        return;
-    }
     CHECK_OK(ekv_peer_region_add(engine, peer, fresh.region, fresh.address, fresh.length,
                                  fresh.keys, fresh.key_count, &error));
     result = pair_finish(engine, submit_pieces(engine, peer, &target, 65536, 20, EKV_WRITE, 0), 20);

@@ -260,12 +260,7 @@ def test_a_failure_names_session_and_cause_and_moves_nothing(
     assert engine.transfer_sync_write(child.session, here, remote, 8) == 0
 
 
-def test_memory_that_comes_later_and_goes(
-    opened: Any, target: Any, protocol: str, request: pytest.FixtureRequest
-) -> None:
-    if protocol == "shm":
-        reason = "seen once: local memory stays busy; shm of 1.17 can leave a write unsettled"
-        request.applymarker(pytest.mark.xfail(strict=False, reason=reason))
+def test_memory_that_comes_later_and_goes(opened: Any, target: Any, protocol: str) -> None:
     engine, child = opened(protocol), target(protocol)
     source = random_bytes(4096, 8)
     here = registered(engine, source)

@@ -35,7 +35,8 @@ SELDOM = st.sampled_from([False] * 7 + [True])
 
 @dataclass
 class Job:
-    """A write. It can change the consumer's memory until it is fenced or its keys are old."""
+    """A write. It can change the consumer's memory until it is fenced or its keys are old;
+    one that strayed can until the consumer has changed its keys for that very reason."""
 
     number: int
     hold_id: int
@@ -48,6 +49,7 @@ class Job:
     noticed: bool
     fenced: bool = False
     done: bool = False
+    stray: bool = False
 
 
 @dataclass
@@ -79,6 +81,7 @@ class Handoffs(RuleBasedStateMachine):
         self.notices: list[tuple[int, int]] = []
         self.landed: dict[tuple[int, int, int], int] = {}
         self.keys_epoch = 1
+        self.fence_epoch = 0
         self.seen_epoch = 1
         self.rotating = False
         self.gone: list[tuple[str, int]] = []
@@ -161,6 +164,8 @@ class Handoffs(RuleBasedStateMachine):
         assert len(self.consumer.pulls) <= HANDOFFS
 
     def can_write(self, job: Job) -> bool:
+        if job.stray:
+            return job.keys_epoch >= self.fence_epoch
         return not job.fenced and job.keys_epoch == self.keys_epoch
 
     # ---- the servers -------------------------------------------------------------------
@@ -385,19 +390,20 @@ class Handoffs(RuleBasedStateMachine):
             self.end_job(job, "land")
         self.use_link()
 
-    @rule(data=st.data(), fate=st.sampled_from(["land", "land", "fail", "hang"]))
+    @rule(data=st.data(), fate=st.sampled_from(["land", "land", "fail", "stray", "hang"]))
     def job_ends(self, data: st.DataObject, fate: str) -> None:
         running = [job for job in self.jobs.values() if not job.fenced]
         if running:
             self.end_job(data.draw(st.sampled_from(running)), fate)
 
     def end_job(self, job: Job, fate: str) -> None:
-        if job.done:
+        if job.done and fate != "stray":
             fate = "fail"  # it hung before: now it can only be fenced
         if fate == "land" and job.keys_epoch != self.keys_epoch:
             fate = "keys"
         job.done = True
         job.fenced = fate != "hang"
+        job.stray = fate == "stray"
         if fate == "land":
             key = (job.consumer, job.pull_id, job.attempt)
             self.landed[key] = self.landed.get(key, 0) + job.tokens
@@ -406,7 +412,7 @@ class Handoffs(RuleBasedStateMachine):
         if job.producer != self.p.incarnation:
             return
         reason = {"land": "", "keys": Reason.KEYS}.get(fate, Reason.FAILED)
-        outcome = Outcome(fenced=job.fenced, reason=reason, bytes=job.tokens)
+        outcome = Outcome(job.fenced, reason, bytes=job.tokens, stray=job.stray)
         self.run_producer(self.producer.settled(job.hold_id, job.number, outcome, self.now))
 
     @precondition(lambda self: self.notices)
@@ -433,8 +439,9 @@ class Handoffs(RuleBasedStateMachine):
         self.rotating = False
         if works:
             self.keys_epoch += 1
+            self.fence_epoch = self.keys_epoch
             self.consumer.keys_epoch = self.keys_epoch
-        self.run_consumer(self.consumer.rotated(works, self.now))
+        self.run_consumer(self.consumer.rotated(self.keys_epoch if works else 0, self.now))
 
     # ---- time --------------------------------------------------------------------------
 

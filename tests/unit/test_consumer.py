@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -99,7 +100,9 @@ class World:
 
     def rotate(self, works: bool = True) -> None:
         assert any(isinstance(effect, Rotate) for effect in self.other)
-        self.do("rotated", works)
+        if works:
+            self.table.keys_epoch += 1
+        self.do("rotated", self.table.keys_epoch if works else 0)
 
 
 @pytest.fixture
@@ -272,9 +275,73 @@ def test_a_change_of_keys_frees_only_what_waited_when_it_began(world: World) -> 
     world.do("peer_gone", PEER + 1)
     rotations = [effect for effect in world.other if isinstance(effect, Rotate)]
     assert rotations == [Rotate(frozenset({2}))]
-    world.do("rotated", True)
+    world.do("rotated", 1)
     assert list(world.done) == [2]
     assert world.other[-1] == Rotate(frozenset({4}))
+
+
+STRAY = Drained(pull_id=2, attempt=0, reason=Reason.FAILED, stray=True)
+
+
+def test_bytes_that_strayed_are_kept_out_by_new_keys(world: World) -> None:
+    world.asked()
+    world.hear(STRAY)
+    assert world.doomed == {2: Reason.FAILED}
+    assert world.done == {}
+    said = len(world.said)
+    world.hear(STRAY)
+    world.rotate(works=False)
+    world.pass_time(0.9)
+    assert world.done == {}
+    world.pass_time(0.2)
+    world.rotate()
+    assert world.done == {2: Reason.FAILED}
+    assert len(world.said) == said  # the producer has nothing to add
+
+
+def test_a_pull_whose_bytes_strayed_goes_on_with_new_keys(world: World) -> None:
+    world.asked()
+    world.hear(msgspec.structs.replace(STRAY, closed=False))
+    assert world.doomed == world.done == {}
+    world.rotate()
+    world.pass_time(0.1)
+    assert (world.said[-1].attempt, world.said[-1].keys_epoch) == (1, world.table.keys_epoch)
+    world.hear(Drained(pull_id=2, attempt=1, bytes=8))
+    assert world.done == {2: ""}
+
+
+def test_a_pull_that_is_aborted_while_its_bytes_stray_gives_the_hold_back(world: World) -> None:
+    world.asked()
+    world.hear(msgspec.structs.replace(STRAY, closed=False))
+    world.do("abort", 2)
+    assert world.done == {}
+    world.rotate()
+    assert world.done == {2: Reason.ABORTED}
+    assert isinstance(world.said[-1], Release)
+
+
+def test_a_hold_kept_for_a_pull_that_is_over_is_given_up(world: World) -> None:
+    world.asked()
+    world.do("peer_gone", PEER)
+    world.rotate()
+    world.hear(msgspec.structs.replace(STRAY, closed=False))
+    assert world.said[-1] == Abort(pull_id=2)
+    said = len(world.said)
+    world.hear(STRAY)
+    assert len(world.said) == said
+
+
+def test_bytes_that_strayed_before_the_keys_changed_are_out_already(world: World) -> None:
+    world.asked(pull_id=2)
+    world.asked(pull_id=4)
+    world.do("peer_gone", PEER + 1)
+    world.hear(STRAY)
+    world.rotate()
+    world.hear(msgspec.structs.replace(STRAY, pull_id=4, closed=False))
+    world.pass_time(0.1)
+    assert world.said[-1].attempt == 1
+    rotations = [effect for effect in world.other if isinstance(effect, Rotate)]
+    assert len(rotations) == 1
 
 
 def test_outdated_keys_are_asked_for_again_with_a_new_attempt(world: World) -> None:

@@ -10,7 +10,24 @@ import pytest
 from efa_kv.errors import FabricBusy, RegistrationError, StaleHandle
 from efa_kv.memory import ACCESS_ALL, Registry, Span, span_of
 from efa_kv.runtime.regions import RegionBook, neighbour
-from efa_kv.types import ACCESS_REMOTE_READ, MEMORY_CUDA, KeyRecord
+from efa_kv.types import ACCESS_REMOTE_READ, MEMORY_CUDA, KeyRecord, Nic
+
+
+def nic(address: str, fences: bool) -> Nic:
+    return Nic(
+        name="nic0",
+        fabric="fabric",
+        provider="provider",
+        pci="",
+        numa_node=-1,
+        flags=0,
+        queue_depth=8,
+        provider_queue_depth=8,
+        completion_queue_size=16,
+        speed_bits_per_second=0,
+        address=address.encode(),
+        fences=fences,
+    )
 
 
 class FakeFabric:
@@ -20,6 +37,15 @@ class FakeFabric:
         self.key = 100
         self.keys: dict[int, int] = {}
         self.busy = False
+        self.fences = True
+        self.resets = 0
+
+    def rails(self) -> tuple[Nic, ...]:
+        return (nic(f"address-{self.resets}", self.fences),)
+
+    def rail_reset(self, rail: int) -> None:
+        assert rail == 0
+        self.resets += 1
 
     def region_add(
         self, address: int, length_bytes: int, kind: int, device: int, access: int
@@ -214,7 +240,7 @@ def test_a_region_on_its_way_out_still_gets_fresh_keys_but_is_not_told_again() -
 
 def test_book_announces_every_change_in_order_and_is_found_by_its_incarnation() -> None:
     fabric, changes = FakeFabric(), []
-    book = RegionBook(fabric, 4711, changes.append)
+    book = RegionBook(fabric, 4711, changes.append, lambda: 1)
     assert neighbour(4711) is book
     region = book.register(bytearray(100))
     assert book.rotate_writable(0)
@@ -227,3 +253,37 @@ def test_book_announces_every_change_in_order_and_is_found_by_its_incarnation() 
     assert book.published.regions == ()
     del book, region
     assert neighbour(4711) is None
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_where_keys_do_not_fence_the_rails_are_reset_and_peers_told(fences: bool) -> None:
+    fabric, changes, peers = FakeFabric(), [], 0
+    fabric.fences = fences
+    book = RegionBook(fabric, 4712, changes.append, lambda: peers)
+    assert [record.address for record in book.published.nics] == [b"address-0"]
+    first, second = book.register(bytearray(100)), book.register(bytearray(200))
+    epoch = book.rotate_writable(0)
+    assert epoch == changes[-1].epoch == book.published.epoch
+    assert fabric.resets == (0 if fences else 1)
+    assert [record.address for record in changes[-1].nics] == ([] if fences else [b"address-1"])
+    assert changes[-2].added
+    first.deregister()
+    assert fabric.resets == (0 if fences else 1), "nobody is there to write late"
+    peers = 1
+    second.deregister()
+    assert fabric.resets == (0 if fences else 2)
+    assert [record.address for record in book.published.nics] == (
+        [b"address-0"] if fences else [b"address-2"]
+    )
+
+
+def test_addresses_that_the_core_changed_are_told_once() -> None:
+    fabric, changes = FakeFabric(), []
+    book = RegionBook(fabric, 4713, changes.append, lambda: 1)
+    book.rails_changed()
+    assert changes == []
+    fabric.rail_reset(0)
+    book.rails_changed()
+    book.rails_changed()
+    [change] = changes
+    assert (change.epoch, change.nics) == (1, book.published.nics)

@@ -7,7 +7,7 @@ import pytest
 from efa_kv.errors import AddressError, RemoteProtocolError
 from efa_kv.runtime.peers import PeerTable
 from efa_kv.runtime.regions import RegionBook
-from efa_kv.types import KeyRecord, NicRecord, ProcessRecord, RegionRecord
+from efa_kv.types import KeyRecord, Nic, NicRecord, ProcessRecord, RegionRecord
 from efa_kv.wire.messages import Card, Regions
 
 HERE = ProcessRecord("boot", "pid:[1]", 10, 20)
@@ -19,6 +19,7 @@ class FakeFabric:
         self.regions: dict[tuple[int, int], RegionRecord] = {}
         self.next = 1
         self.refused: set[int] = set()
+        self.nics: dict[int, tuple[NicRecord, ...]] = {}
 
     def peer_add(
         self, nics: tuple[NicRecord, ...], incarnation: int, same_process: bool, peer: str = ""
@@ -26,6 +27,9 @@ class FakeFabric:
         peer_id, self.next = self.next, self.next + 1
         self.peers[peer_id] = same_process
         return peer_id
+
+    def peer_nics(self, peer_id: int, nics: tuple[NicRecord, ...]) -> None:
+        self.nics[peer_id] = nics
 
     def peer_region_add(self, peer_id: int, region: RegionRecord) -> None:
         if region.region in self.refused:
@@ -45,11 +49,14 @@ def record(number: int, key: int = 1) -> RegionRecord:
 
 
 def card(incarnation: int = 5, *regions: RegionRecord, epoch: int = 1, **more: object) -> Card:
-    values: dict[str, object] = {"process": ProcessRecord("other", "n", 1, 1), **more}
+    values: dict[str, object] = {
+        "process": ProcessRecord("other", "n", 1, 1),
+        "nics": (),
+        **more,
+    }
     return Card(
         session="h:1",
         incarnation=incarnation,
-        nics=(),
         regions=regions,
         regions_epoch=epoch,
         **values,  # type: ignore[arg-type]
@@ -162,12 +169,18 @@ class FakeMemory:
 
     region_rotate = region_remove
 
+    def rails(self) -> tuple[Nic, ...]:
+        return ()
+
+    def rail_reset(self, _rail: int) -> None:
+        return
+
 
 def test_same_process_is_believed_only_with_proof_and_then_only_our_own_books() -> None:
     fabric = FakeFabric()
     forged = table(fabric).acquire(card(6, record(1), process=HERE))
     assert fabric.peers[forged.peer_id] is False, "no such engine lives here"
-    book = RegionBook(FakeMemory(), 7, lambda change: None)
+    book = RegionBook(FakeMemory(), 7, lambda change: None, lambda: 0)
     region = book.register(bytearray(100))
     near = table(fabric).acquire(card(7, record(1), process=HERE))
     assert fabric.peers[near.peer_id] is True
@@ -175,3 +188,23 @@ def test_same_process_is_believed_only_with_proof_and_then_only_our_own_books() 
     assert known.address == region.address, "what the message claimed is not used"
     far = table(fabric, near=False).acquire(card(7, record(1), process=HERE))
     assert fabric.peers[far.peer_id] is False
+
+
+def test_new_addresses_of_nics_reach_the_fabric_however_they_are_told() -> None:
+    def nic(address: bytes) -> NicRecord:
+        return NicRecord("nic0", "fabric", "provider", address)
+
+    fabric = FakeFabric()
+    peers = table(fabric)
+    peer = peers.acquire(card(5, record(1), nics=(nic(b"a"),)))
+    assert fabric.nics == {}, "the peer was added with it"
+    peers.apply(peer, Regions(query=0, epoch=2, nics=(nic(b"b"),)))
+    assert fabric.nics == {peer.peer_id: (nic(b"b"),)}
+    fabric.nics.clear()
+    peers.apply(peer, Regions(query=0, epoch=3, regions=(record(2),)))
+    assert fabric.nics == {}, "nothing was said of NICs"
+    query = peers.begin_refresh(peer)
+    peers.apply(peer, Regions(query=query, epoch=5, regions=(record(2),), nics=(nic(b"c"),)))
+    assert fabric.nics == {peer.peer_id: (nic(b"c"),)}
+    peers.learn(peer, card(5, record(1), epoch=6, nics=(nic(b"d"),)))
+    assert fabric.nics == {peer.peer_id: (nic(b"d"),)}

@@ -311,6 +311,28 @@ def test_a_failed_job_is_drained_when_it_is_fenced(world: World) -> None:
         world.settle(post)
 
 
+def test_a_pull_that_failed_and_is_then_aborted_gives_its_hold_up(world: World) -> None:
+    world.hold()
+    world.ask()
+    world.settle(world.post(), reason=Reason.FAILED, stray=True)
+    assert (world.said[-1].closed, world.said[-1].stray) == (False, True)
+    assert world.sent == []
+    world.tell(Abort(pull_id=2))
+    assert world.sent == [("r", Reason.ABORTED)]
+    assert (world.said[-1].closed, world.said[-1].stray) == (True, True)
+
+
+def test_a_hold_that_another_pull_took_over_is_not_the_failed_ones_to_abort(world: World) -> None:
+    world.hold()
+    world.ask()
+    world.settle(world.post(), reason=Reason.FAILED)
+    assert isinstance(world.ask(pull_id=4), Accepted)
+    world.tell(Abort(pull_id=2))
+    assert world.sent == []
+    world.settle(world.post(1))
+    assert world.sent == [("r", "")]
+
+
 def test_outdated_keys_put_the_hold_back(world: World) -> None:
     world.hold()
     for attempt in range(4):

@@ -189,11 +189,6 @@ def test_a_killed_producer_gives_blocks_back(
     decode.check_every_byte()
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="known fault over tcp, cause not proven: bytes of the stopped producer were seen to "
-    "land after the keys changed, and its own blocks were seen not to come back",
-)
 def test_a_stopped_producer_cannot_write_into_blocks_given_back(
     child: Child, consumer: Consumer
 ) -> None:
@@ -225,8 +220,8 @@ def test_a_consumer_that_dies_or_stops_does_not_keep_the_producers_blocks(
 ) -> None:
     """Here the process of the test is the producer.
 
-    A stopped process keeps its connections: the blocks come back when it goes on or dies,
-    and not before, because the provider may still read them.
+    A stopped process keeps its connections, and with them our operations, until the rail
+    gets a new endpoint.
     """
     settings = {"transfer_timeout_s": TIMEOUT_S, "forget_after_s": 2.0, "lease_s": 2.0}
     decode, here = child(blocks=MANY, **settings), consumer(blocks=MANY, **settings)
@@ -255,12 +250,10 @@ def test_a_consumer_that_dies_or_stops_does_not_keep_the_producers_blocks(
     )
     time.sleep(0.02)
     decode.process.send_signal(end)
-    resume_at = time.monotonic() + (2 * TIMEOUT_S if end is signal.SIGSTOP else 0)
+    deadline = time.monotonic() + 30
     while not here.sent:
         here.poll()
-        if end is signal.SIGSTOP and time.monotonic() > resume_at:
-            decode.process.send_signal(signal.SIGCONT)
-        assert time.monotonic() - resume_at < 10
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     assert here.sent == ["r"]
 
