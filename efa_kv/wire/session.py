@@ -311,7 +311,7 @@ class SessionMachine:
                 return []
             if now >= self._heard_at + times.suspect_after_s:
                 return self._step(SessionEvent.SILENCE, now, reason="silent")
-            if now >= self._spoke_at + times.heartbeat_interval_s:
+            if now >= self._ping_at():
                 return self._step(SessionEvent.TICK, now)
         elif self.state is SessionState.SUSPECT:
             if now >= self._since + times.forget_after_s:
@@ -332,9 +332,7 @@ class SessionMachine:
         if self.state is SessionState.READY:
             if not self._is_watched(now):
                 return None
-            return min(
-                self._heard_at + times.suspect_after_s, self._spoke_at + times.heartbeat_interval_s
-            )
+            return min(self._heard_at + times.suspect_after_s, self._ping_at())
         if self.state is SessionState.SUSPECT:
             return min(
                 self._since + times.forget_after_s, self._spoke_at + times.heartbeat_interval_s
@@ -344,6 +342,10 @@ class SessionMachine:
         return None
 
     # ---- inside ---------------------------------------------------------------------
+
+    def _ping_at(self) -> float:
+        """Who was heard just now need not be asked; so one of the two sides asks, not both."""
+        return max(self._heard_at, self._spoke_at) + self._times.heartbeat_interval_s
 
     def _is_watched(self, now: float) -> bool:
         return now - self._used_at <= self._times.idle_after_s

@@ -15,6 +15,9 @@
 
 #define WAIT_FIRST_SLEEP_NS (20 * NS_PER_US)
 #define WAIT_LONGEST_SLEEP_NS (2 * NS_PER_MS)
+/* After a longer rest the first to come waits a little more, and many rails cost less. */
+#define WAIT_DORMANT_AFTER_NS (2 * NS_PER_SECOND)
+#define WAIT_DORMANT_SLEEP_NS (5 * NS_PER_MS)
 /* Deadlines are kept to this while jobs wait for a silent peer. */
 #define WAIT_LIVE_SLEEP_NS (5 * NS_PER_MS)
 /* While jobs are under way and something happened not long ago. */
@@ -68,13 +71,17 @@ static void wait_set_fill(struct group *group, struct wait_set *set)
 static uint64_t wait_bound_ns(struct group *group, bool complete)
 {
     bool pending = group->live_count > 0 || group->warm_count > 0 || group->removing_count > 0;
-    uint64_t longest =
-        complete ? (pending ? WAIT_LIVE_SLEEP_NS : WAIT_IDLE_SLEEP_NS) : WAIT_LONGEST_SLEEP_NS;
+    uint64_t rested_ns = clock_now_ns() - group->active_ns;
+    uint64_t longest = WAIT_LONGEST_SLEEP_NS;
 
+    if (complete)
+        longest = pending ? WAIT_LIVE_SLEEP_NS : WAIT_IDLE_SLEEP_NS;
+    else if (!pending && rested_ns >= WAIT_DORMANT_AFTER_NS)
+        longest = WAIT_DORMANT_SLEEP_NS;
     /* A full provider says nothing when it has room again. */
     if (group->active_count > 0)
         longest = WAIT_RETRY_SLEEP_NS;
-    if (!complete && group->live_count > 0 && clock_now_ns() - group->active_ns < WAIT_PATIENCE_NS)
+    if (!complete && group->live_count > 0 && rested_ns < WAIT_PATIENCE_NS)
         longest = WAIT_BUSY_SLEEP_NS;
 
     if (complete)

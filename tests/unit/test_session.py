@@ -140,7 +140,17 @@ def test_heartbeats_only_while_used() -> None:
     assert made.next_timer(quiet + 100) is not None
     assert made.state is SessionState.READY
     # Silence counts from the moment it is used again, not from the last word long ago.
-    assert kinds(made.on_timer(quiet + 100)) == ["ping"]
+    assert made.on_timer(quiet + 100) == []
+    assert kinds(made.on_timer(quiet + 101)) == ["ping"]
+
+
+def test_a_peer_that_was_heard_just_now_is_not_asked() -> None:
+    made = ready()
+    made.ping(PEER, 0.9)
+    assert made.on_timer(1.0) == []
+    assert made.next_timer(1.0) == 1.9
+    assert kinds(made.on_timer(1.9)) == ["ping"]
+    assert made.on_timer(2.0) == []
 
 
 def test_silence_makes_suspect_and_a_word_makes_ready() -> None:
