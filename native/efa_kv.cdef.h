@@ -12,6 +12,10 @@
 #define EKV_MEMORY_CUDA ...
 #define EKV_ACCESS_REMOTE_WRITE ...
 #define EKV_ACCESS_REMOTE_READ ...
+#define EKV_KEY_NEAR ...
+#define EKV_NEAR_NEVER ...
+#define EKV_NEAR_ALLOWED ...
+#define EKV_NEAR_CONSENT ...
 #define EKV_WRITE ...
 #define EKV_READ ...
 #define EKV_JOB_POLLED ...
@@ -127,6 +131,15 @@ int ekv_engine_close(ekv_engine *engine, double timeout_s);
 
 int ekv_engine_event_fd(ekv_engine *engine);
 
+typedef struct ekv_gate {
+    uint32_t struct_size;
+    int32_t gate;
+    uint64_t process;
+    uint64_t start_ticks;
+} ekv_gate;
+
+int ekv_engine_gate(ekv_engine *engine, ekv_gate *gate);
+
 int ekv_engine_rails(ekv_engine *engine, ekv_nic *nics, size_t capacity, size_t *count);
 int ekv_rail_reset(ekv_engine *engine, uint32_t rail, ekv_error *error);
 int ekv_engine_resets(ekv_engine *engine, uint64_t *count);
@@ -162,6 +175,10 @@ typedef struct ekv_peer_options {
     uint32_t struct_size;
     uint32_t same_process;
     uint64_t incarnation;
+    uint32_t same_host;
+    int32_t gate;
+    uint64_t process;
+    uint64_t start_ticks;
 } ekv_peer_options;
 
 typedef struct ekv_remote_key {
@@ -271,6 +288,11 @@ typedef struct ekv_rail_counters {
     uint64_t progress_wakeups;
     uint64_t operations_near;
     uint64_t bytes_near;
+    uint64_t near_refused_namespace;
+    uint64_t near_refused_permission;
+    uint64_t near_refused_identity;
+    uint64_t near_refused_system;
+    uint64_t near_refused_memory;
 } ekv_rail_counters;
 
 int ekv_counters(ekv_engine *engine, ekv_rail_counters *rails, size_t capacity, size_t *count);

@@ -129,6 +129,16 @@ typedef struct ekv_nic {
     uint32_t resets; /* of a local rail: how often its address changed */
 } ekv_nic;
 
+/* How peers of this process and of this host are reached.  Host memory of another
+ * process is copied by the kernel where it permits that; what it does not permit takes
+ * the provider.  Where Yama's ptrace_scope is 1 the kernel asks the owner of the memory
+ * for consent.  EKV_NEAR_CONSENT gives it, with PR_SET_PTRACER_ANY: every process of
+ * the same user may then debug this one and read its memory, as it may where Yama is
+ * off.  That is the operator's choice, so it is not what EKV_NEAR_ALLOWED does. */
+#define EKV_NEAR_NEVER 0u
+#define EKV_NEAR_ALLOWED 1u
+#define EKV_NEAR_CONSENT 2u
+
 typedef struct ekv_options {
     uint32_t struct_size;
     uint32_t progress_threads; /* rail groups; 0 = chosen from the number of rails */
@@ -143,7 +153,7 @@ typedef struct ekv_options {
     uint32_t max_regions;        /* 0 = 4096 */
     uint64_t stripe_bytes;       /* 0 = 1 MiB */
     uint64_t incarnation;        /* sent in notices; must not be 0 */
-    uint32_t near;               /* 1: same-process peers by memory copy, 0: always the provider */
+    uint32_t near;               /* EKV_NEAR_* */
     uint32_t spin_us;            /* spinning after the last activity before blocking; 0 = default */
     uint32_t trace_capacity;     /* trace records kept; 0 = default */
     uint32_t max_notices;        /* notices nobody has read yet; 0 = 16384 */
@@ -168,11 +178,25 @@ EKV_API int ekv_engine_open(const ekv_options *options, ekv_engine **engine, ekv
 
 /* Cancels every job, waits at most timeout_s for operations in flight to settle,
  * closes the endpoints (which fences what is left) and frees the engine.  Returns
- * the number of jobs that had not settled. [blocks] */
+ * the number of jobs that had not settled, and one more when a process of this host may
+ * still be inside a copy into memory of ours (it is stopped): leave that memory mapped
+ * and unused until the process has ended. [blocks] */
 EKV_API int ekv_engine_close(ekv_engine *engine, double timeout_s);
 
 /* Readable when ekv_poll or ekv_notices has something.  Owned by the engine. */
 EKV_API int ekv_engine_event_fd(ekv_engine *engine);
+
+/* What processes of this host need to copy to and from this one's memory, to be sent to
+ * them: its process id and start (field 22 of /proc/PID/stat), and the number of a file
+ * descriptor.  EKV_ENOTSUP, with gate -1: it offers nothing. */
+typedef struct ekv_gate {
+    uint32_t struct_size;
+    int32_t gate;
+    uint64_t process;
+    uint64_t start_ticks;
+} ekv_gate;
+
+EKV_API int ekv_engine_gate(ekv_engine *engine, ekv_gate *gate);
 
 EKV_API int ekv_engine_rails(ekv_engine *engine, ekv_nic *nics, size_t capacity, size_t *count);
 
@@ -205,10 +229,13 @@ typedef struct ekv_memory {
     uint32_t access; /* EKV_ACCESS_*; always usable locally */
 } ekv_memory;
 
+/* In the place of a rail or NIC: the key for neighbours, who need no NIC. */
+#define EKV_KEY_NEAR 65535u
+
 /* The key of a region on one rail, to be sent to peers. */
 typedef struct ekv_region_key {
     uint32_t struct_size;
-    uint32_t rail; /* index into ekv_engine_rails */
+    uint32_t rail; /* index into ekv_engine_rails, or EKV_KEY_NEAR */
     uint64_t key;
     uint64_t base;         /* remote address of the key's first byte: virtual address or 0 */
     uint64_t offset_bytes; /* where in the region this key begins (device limits may cut it) */
@@ -231,8 +258,9 @@ EKV_API int ekv_region_remove(ekv_engine *engine, ekv_region_id region, double t
 
 /* Deregisters and registers again with fresh keys: from the return on, a write with
  * an old key cannot begin, and none that has begun can land where the rails fence
- * (EKV_NIC_FENCES); the others need ekv_rail_reset behind it.  Local operations in flight
- * are waited for up to timeout_s, else EKV_EBUSY and nothing changed. [blocks] */
+ * (EKV_NIC_FENCES); the others need ekv_rail_reset behind it.  Local operations in flight,
+ * and neighbours in the middle of a copy, are waited for up to timeout_s, else EKV_EBUSY
+ * and nothing changed. [blocks] */
 EKV_API int ekv_region_rotate(ekv_engine *engine, ekv_region_id region, double timeout_s,
                               ekv_error *error);
 
@@ -242,12 +270,16 @@ typedef struct ekv_peer_options {
     uint32_t struct_size;
     uint32_t same_process; /* 1: the peer's addresses are ours too (used when near = 1) */
     uint64_t incarnation;  /* the peer engine's incarnation */
+    uint32_t same_host;    /* 1: another process of this host (used when near is not 0) */
+    int32_t gate;          /* its ekv_gate; -1: it has none */
+    uint64_t process;      /* 0: its process id means nothing here (other pid namespace) */
+    uint64_t start_ticks;
 } ekv_peer_options;
 
 /* A remote region on one of the peer's NICs. */
 typedef struct ekv_remote_key {
     uint32_t struct_size;
-    uint32_t nic; /* index into the nics given to ekv_peer_add */
+    uint32_t nic; /* index into the nics given to ekv_peer_add, or EKV_KEY_NEAR */
     uint64_t key;
     uint64_t base;
     uint64_t offset_bytes;
@@ -393,8 +425,14 @@ typedef struct ekv_rail_counters {
     uint64_t notices_dropped;   /* the notice table was full */
     uint64_t stray_completions; /* completions of operations no longer known */
     uint64_t progress_wakeups;
-    uint64_t operations_near; /* copies within the process; on the first rail of a group */
+    uint64_t operations_near; /* copies without the provider; on the first rail of a group */
     uint64_t bytes_near;
+    /* How often a peer or a job of this host took the provider, on the first rail: */
+    uint64_t near_refused_namespace;  /* another pid namespace: another container */
+    uint64_t near_refused_permission; /* another user, Yama, a security module */
+    uint64_t near_refused_identity;   /* another process is behind the process id */
+    uint64_t near_refused_system;     /* the kernel or /proc lacks what it takes */
+    uint64_t near_refused_memory;     /* memory of a device, or memory not offered */
 } ekv_rail_counters;
 
 EKV_API int ekv_counters(ekv_engine *engine, ekv_rail_counters *rails, size_t capacity,

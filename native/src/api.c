@@ -94,6 +94,26 @@ int ekv_engine_rails(struct ekv_engine *engine, ekv_nic *nics, size_t capacity, 
     return code;
 }
 
+int ekv_engine_gate(struct ekv_engine *engine, ekv_gate *gate)
+{
+    int code = engine_enter(engine, NULL);
+    ekv_gate found = {.process = 0};
+
+    if (code != EKV_OK)
+        return code;
+    found.gate = engine->gate.fd;
+    found.process = (uint64_t)engine->process;
+    found.start_ticks = engine->gate.start_ticks;
+    if (gate)
+        struct_export(gate, &found, sizeof found);
+    else
+        code = EKV_EINVAL;
+    if (code == EKV_OK && found.gate < 0)
+        code = EKV_ENOTSUP;
+    engine_leave(engine);
+    return code;
+}
+
 int ekv_job_result(struct ekv_engine *engine, ekv_job_id job, ekv_result *result)
 {
     int code = engine_enter(engine, NULL);
@@ -209,6 +229,11 @@ static ekv_rail_counters counters_read(const struct rail_counters *from)
         .progress_wakeups = counter_read(&from->progress_wakeups),
         .operations_near = counter_read(&from->operations_near),
         .bytes_near = counter_read(&from->bytes_near),
+        .near_refused_namespace = counter_read(&from->near_refused[NEAR_NAMESPACE]),
+        .near_refused_permission = counter_read(&from->near_refused[NEAR_PERMISSION]),
+        .near_refused_identity = counter_read(&from->near_refused[NEAR_IDENTITY]),
+        .near_refused_system = counter_read(&from->near_refused[NEAR_SYSTEM]),
+        .near_refused_memory = counter_read(&from->near_refused[NEAR_MEMORY]),
     };
 }
 

@@ -109,9 +109,12 @@ static int region_add(struct ekv_engine *engine, const ekv_memory *memory, ekv_r
     code = control_call_all(engine, &command, error);
     *id = identifier_make(IDENTIFIER_REGION, engine->tag, region->generation,
                           memory_index(&engine->memory, region));
+    if (code == EKV_OK)
+        region->near_key = gate_admit(&engine->gate, memory_index(&engine->memory, region), memory);
     if (code == EKV_OK && !memory_publish(&engine->memory, region))
         code = error_set(error, EKV_ENOMEM, 0, "ekv_region_add", "out of memory");
     if (code != EKV_OK) {
+        gate_shut(&engine->gate, region->near_key, true, 0);
         command.run = command_deregister;
         control_call_all(engine, &command, NULL);
         memory_give(&engine->memory, region);
@@ -161,6 +164,17 @@ static size_t region_export_keys(const struct ekv_engine *engine, const struct r
             key.base = engine->rails[rail].nic.flags & EKV_NIC_VIRTUAL_ADDRESS
                            ? region->begin + offset
                            : 0;
+            memcpy(to, &(uint32_t){(uint32_t)stride}, sizeof(uint32_t));
+            struct_export(to, &key, sizeof key);
+        }
+    }
+    if (region->near_key != 0) {
+        ekv_region_key key = {.rail = EKV_KEY_NEAR,
+                              .key = region->near_key,
+                              .length_bytes = region->end - region->begin};
+        void *to = (char *)keys + found * stride;
+
+        if (found++ < capacity) {
             memcpy(to, &(uint32_t){(uint32_t)stride}, sizeof(uint32_t));
             struct_export(to, &key, sizeof key);
         }
@@ -228,13 +242,21 @@ static int region_remove(struct ekv_engine *engine, ekv_region_id id, double tim
     struct command command = {.run = command_deregister};
     uint64_t until_ns = clock_after_ns(timeout_s);
     struct region *region;
+    uint64_t near_key = 0;
     int code;
 
     pthread_rwlock_wrlock(&engine->memory.lock);
     region = memory_find(&engine->memory, engine->tag, id);
-    if (region)
+    if (region) {
         memory_retire(&engine->memory, region);
+        near_key = region->near_key;
+    }
     pthread_rwlock_unlock(&engine->memory.lock);
+    if (region && !gate_shut(&engine->gate, near_key, true, until_ns))
+        return error_set(error, EKV_EBUSY, 0, "ekv_region_remove",
+                         "a process of this host may still be copying in region 0x%llx; it "
+                         "takes no new copies, call again",
+                         (unsigned long long)id);
     code = region ? region_claim(engine, id, until_ns, &region) : EKV_ESTALE;
     if (code == EKV_ESTALE)
         return region_stale(id, "ekv_region_remove", error);
@@ -264,6 +286,17 @@ static void control_wake_all(struct ekv_engine *engine)
 {
     for (uint32_t i = 0; i < engine->group_count; i++)
         group_wake(&engine->groups[i]);
+}
+
+/* After gate_shut. */
+static void region_rekey_near(struct ekv_engine *engine, struct region *region, bool fresh)
+{
+    pthread_rwlock_wrlock(&engine->memory.lock);
+    if (fresh)
+        region->near_key = gate_renew(&engine->gate, region->near_key);
+    else
+        gate_reopen(&engine->gate, region->near_key);
+    pthread_rwlock_unlock(&engine->memory.lock);
 }
 
 static int region_rotate(struct ekv_engine *engine, ekv_region_id id, double timeout_s,
@@ -296,9 +329,15 @@ static int region_rotate(struct ekv_engine *engine, ekv_region_id id, double tim
         code = error_set(error, EKV_EBUSY, 0, "ekv_region_rotate",
                          "operations of this engine are still in flight on region 0x%llx",
                          (unsigned long long)id);
+    } else if (!gate_shut(&engine->gate, region->near_key, false, until_ns)) {
+        gate_reopen(&engine->gate, region->near_key);
+        code = error_set(error, EKV_EBUSY, 0, "ekv_region_rotate",
+                         "a process of this host may still be copying in region 0x%llx",
+                         (unsigned long long)id);
     } else {
         command.region = region;
         code = control_call_all(engine, &command, error);
+        region_rekey_near(engine, region, code == EKV_OK);
     }
     atomic_store(&region->paused, false);
     control_wake_all(engine);

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "clock.h"
@@ -118,6 +119,19 @@ static uint8_t tag_of(uint64_t incarnation)
     return (uint8_t)((incarnation * UINT64_C(0x9e3779b97f4a7c15)) >> 56);
 }
 
+/* Offers host memory to processes of this host that the kernel lets at it. */
+static void engine_open_gate(struct ekv_engine *engine, bool consent)
+{
+    if (!engine->near)
+        return;
+    if (!gate_open(&engine->gate, engine->incarnation, engine->memory.capacity))
+        log_write(&engine->log, LOG_INFO, "no short way from other processes to this one: %s",
+                  strerror(errno));
+    /* The kernel keeps one name only, or everybody; without Yama it knows no such call. */
+    else if (consent && prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) != 0)
+        log_write(&engine->log, LOG_DEBUG, "PR_SET_PTRACER: %s", strerror(errno));
+}
+
 static int engine_allocate(struct ekv_engine *engine, const ekv_options *options,
                            uint32_t rail_count, ekv_error *error)
 {
@@ -133,6 +147,7 @@ static int engine_allocate(struct ekv_engine *engine, const ekv_options *options
         !jobs_open(&engine->jobs, or_default(options->max_jobs, ENGINE_JOBS)) ||
         !notice_table_open(&engine->notices, or_default(options->max_notices, ENGINE_NOTICES)))
         return error_set(error, EKV_ENOMEM, 0, "ekv_engine_open", "out of memory");
+    engine_open_gate(engine, options->near == EKV_NEAR_CONSENT);
     return EKV_OK;
 }
 
@@ -213,6 +228,7 @@ static void engine_free(struct ekv_engine *engine)
     jobs_close(&engine->jobs);
     peer_table_close(&engine->peers, engine->rail_count);
     memory_close(&engine->memory);
+    gate_close(&engine->gate, 0);
     trace_close(&engine->trace);
     log_close(&engine->log);
     if (engine->event_fd >= 0)
@@ -238,6 +254,7 @@ static struct ekv_engine *engine_make(const ekv_options *options)
     engine->region_chunk_bytes = options->region_chunk_bytes;
     engine->spin_ns = or_default(options->spin_us, ENGINE_SPIN_US) * NS_PER_US;
     engine->event_fd = -1;
+    engine->gate.fd = -1;
     pthread_mutex_init(&engine->event_lock, NULL);
     pthread_mutex_init(&engine->nic_lock, NULL);
     if (!log_open(&engine->log, ENGINE_LOG_RECORDS)) {
@@ -391,6 +408,9 @@ int ekv_engine_close(struct ekv_engine *engine, double timeout_s)
         engine_call_all(engine, group_cancel_all);
         engine_nap();
     }
+    /* Last, since nothing but time can prove that a neighbour has finished. */
+    if (!gate_close(&engine->gate, until_ns))
+        unsettled++;
     engine_free(engine);
     return unsettled;
 }

@@ -12,6 +12,7 @@
 
 #include "efa_kv.h"
 #include "fabric.h"
+#include "gate.h"
 #include "job.h"
 #include "log.h"
 #include "memory.h"
@@ -129,6 +130,7 @@ struct ekv_engine {
     struct log log;
     struct trace trace;
     struct memory memory;
+    struct gate gate;
     struct peer_table peers;
     struct jobs jobs;
     struct notice_table notices;

@@ -44,7 +44,7 @@ struct job {
     ekv_job_id id;
     uint32_t operation;
     uint32_t flags;
-    bool near;
+    bool near; /* the peer is in this process */
     struct peer *peer;
     uint64_t user_data;
     uint64_t deadline_ns;
@@ -57,6 +57,7 @@ struct job {
     /* Guarded by lock. */
     pthread_mutex_t lock;
     enum job_stage stage;
+    bool neighbour; /* the peer is in another process, and the kernel copies */
     struct plan plan;
     bool plan_over;
     struct retry *retries;

@@ -75,6 +75,7 @@ struct region *memory_take(struct memory *memory, const ekv_memory *description)
         region->begin = description->address;
         region->end = description->address + description->length_bytes;
         region->rails = rails;
+        region->near_key = 0;
         atomic_store(&region->jobs, 0);
         atomic_store(&region->operations, 0);
         atomic_store(&region->paused, false);

@@ -44,6 +44,7 @@ struct region {
     uint64_t begin;
     uint64_t end;
     struct region_rail *rails;
+    uint64_t near_key;           /* for neighbours, see gate.h; 0: not offered */
     _Atomic uint32_t jobs;       /* jobs that may still touch it */
     _Atomic uint32_t operations; /* operations in flight on it */
     _Atomic bool paused;         /* nothing new is posted while its keys are replaced */

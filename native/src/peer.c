@@ -8,6 +8,7 @@
 #include "clock.h"
 #include "error.h"
 #include "identifier.h"
+#include "near_process.h"
 #include "stripe.h"
 
 #define PATH_REST_FIRST_NS (250 * NS_PER_MS)
@@ -46,6 +47,8 @@ static void peer_empty(struct peer *peer, uint32_t rail_count)
     free(peer->rails);
     free(peer->nics);
     free(peer->nic_versions);
+    neighbour_close(peer->neighbour);
+    peer->neighbour = NULL;
     peer->regions = NULL;
     peer->region_capacity = 0;
     peer->rails = NULL;
@@ -225,6 +228,9 @@ static struct remote_region *remote_region_make(const struct peer *peer, uint64_
         }
     }
     region->first_key[peer->nic_count] = filled;
+    for (size_t i = 0; i < key_count; i++)
+        if (keys[i].nic == EKV_KEY_NEAR)
+            region->near_key = keys[i].key;
     return region;
 }
 

@@ -14,6 +14,7 @@
 #include "efa_kv.h"
 #include "range.h"
 
+struct neighbour;
 struct rail;
 
 enum path_state { PATH_UNKNOWN = 0, PATH_READY, PATH_FAILED };
@@ -51,7 +52,8 @@ struct remote_region {
     uint64_t id;
     uint64_t begin;
     uint64_t end;
-    uint64_t told; /* the peer's region_tells when these keys came */
+    uint64_t told;     /* the peer's region_tells when these keys came */
+    uint64_t near_key; /* for the short way between processes; 0: the owner offers none */
     struct remote_key *keys;
     uint32_t *first_key; /* per NIC, with one more at the end */
 };
@@ -64,6 +66,7 @@ struct peer {
     _Atomic int state;
     bool same_process;
     uint64_t incarnation;
+    struct neighbour *neighbour; /* the short way to its process, or NULL */
     ekv_nic *nics;          /* their addresses are guarded by lock */
     uint32_t *nic_versions; /* how often each address changed; guarded by lock */
     uint32_t nic_count;

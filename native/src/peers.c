@@ -9,6 +9,7 @@
 #include "engine.h"
 #include "error.h"
 #include "identifier.h"
+#include "near_process.h"
 #include "stripe.h"
 
 #define PEER_NICS_MAX 256u
@@ -99,6 +100,24 @@ static ekv_nic *nics_import(const ekv_nic *nics, size_t count)
     return copies;
 }
 
+/* The short way to the peer's process, if it is on this host and the kernel lets us. */
+static void peer_approach(struct ekv_engine *engine, struct peer *peer,
+                          const ekv_peer_options *options)
+{
+    enum near_refusal refusal;
+    char reason[160];
+
+    if (!engine->near || peer->same_process || !options->same_host)
+        return;
+    peer->neighbour = neighbour_open(options, engine->group_count, &refusal, reason, sizeof reason);
+    if (peer->neighbour)
+        return;
+    atomic_fetch_add(&engine->rails[0].counters.near_refused[refusal], 1);
+    log_write(&engine->log, LOG_INFO,
+              "a peer on this host is reached through the provider (%s): %s",
+              near_refusal_name(refusal), reason);
+}
+
 static int peer_add(struct ekv_engine *engine, const ekv_peer_options *options, const ekv_nic *nics,
                     size_t nic_count, ekv_peer_id *id, ekv_error *error)
 {
@@ -115,6 +134,7 @@ static int peer_add(struct ekv_engine *engine, const ekv_peer_options *options, 
         return error_set(error, code, 0, "ekv_peer_add",
                          "all %u peers are in use (max_peers), or out of memory",
                          engine->peers.capacity);
+    peer_approach(engine, peer, options);
     code = peer_resolve(engine, peer, error);
     if (code != EKV_OK) {
         atomic_store(&peer->groups_left, engine->group_count);
@@ -214,8 +234,8 @@ static int remote_keys_check(const struct peer *peer, uint64_t length, const ekv
                              size_t count, ekv_error *error)
 {
     for (size_t i = 0; i < count; i++)
-        if (keys[i].nic >= peer->nic_count || keys[i].offset_bytes >= length ||
-            keys[i].length_bytes > length - keys[i].offset_bytes)
+        if ((keys[i].nic >= peer->nic_count && keys[i].nic != EKV_KEY_NEAR) ||
+            keys[i].offset_bytes >= length || keys[i].length_bytes > length - keys[i].offset_bytes)
             return error_set(error, EKV_EINVAL, 0, "ekv_peer_region_add",
                              "key %zu (NIC %u, offset %llu, %llu bytes) does not fit a region of "
                              "%llu bytes and %u NICs",

@@ -10,6 +10,7 @@
 
 #include "clock.h"
 #include "engine.h"
+#include "near_process.h"
 #include "stripe.h"
 
 #define POST_TURN_STRIPES 16u
@@ -432,6 +433,20 @@ static enum turn job_copy_near(struct group *group, struct job *job)
     return TURN_POSTED;
 }
 
+/* Copies by the kernel into another process, one batch. With job->lock and, for
+ * reading, the peer's lock held. */
+static enum turn job_copy_neighbour(struct group *group, struct job *job)
+{
+    switch (near_process_turn(group, job)) {
+    case NEAR_MOVED:
+        return TURN_POSTED;
+    case NEAR_BLOCKED:
+        return TURN_BLOCKED;
+    default:
+        return TURN_OVER;
+    }
+}
+
 static enum turn job_post_one(struct group *group, struct job *job, uint64_t now_ns)
 {
     if (job->status != EKV_OK || job->stage == JOB_SETTLED)
@@ -443,7 +458,10 @@ static enum turn job_post_one(struct group *group, struct job *job, uint64_t now
     }
     switch (job->stage) {
     case JOB_MOVING:
-        return job->near ? job_copy_near(group, job) : job_post_stripe(group, job, now_ns);
+        if (job->near)
+            return job_copy_near(group, job);
+        return job->neighbour ? job_copy_neighbour(group, job)
+                              : job_post_stripe(group, job, now_ns);
     case JOB_FLUSHING:
         return job_post_flush(group, job, now_ns);
     default:
@@ -463,8 +481,12 @@ static bool group_take_turn(struct group *group, struct job *job, uint64_t now_n
     if (!job->near)
         pthread_rwlock_rdlock(&job->peer->lock);
     for (uint32_t i = 0; i < POST_TURN_STRIPES && turn <= TURN_AGAIN; i++) {
+        /* A copy takes as long here as its bytes; others get their turn after one. */
+        uint32_t weight = job->neighbour ? POST_TURN_STRIPES : 1;
+
         turn = job_post_one(group, job, now_ns);
-        *posted += turn == TURN_POSTED;
+        *posted += turn == TURN_POSTED ? weight : 0;
+        i += weight - 1;
     }
     if (!job->near)
         pthread_rwlock_unlock(&job->peer->lock);

@@ -18,6 +18,7 @@
 #include "fabric.h"
 #include "inflight.h"
 #include "log.h"
+#include "near_process.h"
 
 /* Written by one thread, read by any. */
 typedef _Atomic uint64_t counter;
@@ -46,6 +47,7 @@ struct rail_counters {
     counter progress_wakeups;
     counter operations_near;
     counter bytes_near;
+    counter near_refused[NEAR_REFUSALS]; /* on the first rail; written by any thread */
 };
 
 /* An entry of the address vector, shared by all peers that name this address. */

@@ -215,6 +215,20 @@ static void submission_undo(struct submission *submission)
     jobs_abandon(&submission->engine->jobs, job);
 }
 
+/* Memory of a device is never copied by the kernel. */
+static bool job_is_in_host_memory(const struct submission *submission)
+{
+    const struct job *job = submission->job;
+    const struct memory *memory = &submission->engine->memory;
+
+    for (uint32_t i = 0; i < job->region_count; i++)
+        if (memory->regions[job->regions[i]].kind != EKV_MEMORY_HOST) {
+            atomic_fetch_add(&submission->engine->rails[0].counters.near_refused[NEAR_MEMORY], 1);
+            return false;
+        }
+    return true;
+}
+
 static void job_fill(struct submission *submission)
 {
     const ekv_job_options *options = &submission->options;
@@ -223,6 +237,7 @@ static void job_fill(struct submission *submission)
     job->operation = options->operation;
     job->flags = options->flags;
     job->near = submission->engine->near && submission->peer->same_process;
+    job->neighbour = submission->peer->neighbour && job_is_in_host_memory(submission);
     job->peer = submission->peer;
     job->user_data = options->user_data;
     job->submitted_ns = clock_now_ns();

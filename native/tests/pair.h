@@ -17,6 +17,7 @@ struct card {
     uint64_t length;
     ekv_remote_key keys[SIDE_KEYS_MAX];
     size_t key_count;
+    ekv_gate gate; /* its gate is -1 where near is off */
 };
 
 static inline ekv_options pair_options(const char *protocol, uint64_t incarnation)
@@ -64,6 +65,8 @@ static inline void pair_card(ekv_engine *engine, uint64_t incarnation, ekv_regio
     card->incarnation = incarnation;
     CHECK_INT(ekv_engine_rails(engine, card->nics, 16, &card->nic_count), EKV_OK);
     CHECK_INT(ekv_region_keys(engine, region, keys, SIDE_KEYS_MAX, &card->key_count), EKV_OK);
+    card->gate.struct_size = sizeof card->gate;
+    ekv_engine_gate(engine, &card->gate);
     CHECK(card->nic_count <= 16 && card->key_count <= SIDE_KEYS_MAX);
     card->region = region;
     card->address = (uint64_t)(uintptr_t)memory;
