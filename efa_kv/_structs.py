@@ -39,7 +39,9 @@ def options_struct(
     options.max_regions = config.max_regions
     options.stripe_bytes = config.stripe_bytes
     options.incarnation = incarnation
-    options.near = int(config.near)
+    options.near = lib.EKV_NEAR_NEVER
+    if config.near:
+        options.near = lib.EKV_NEAR_CONSENT if config.near_consent else lib.EKV_NEAR_ALLOWED
     options.spin_us = config.spin_us
     options.trace_capacity = config.trace_capacity
     return options, strings

@@ -71,8 +71,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...], _about("names or globs of network devices; empty takes all that match")
     ] = ()
     near: Annotated[
-        bool, _about("move bytes inside one process by memory copy instead of the provider")
+        bool,
+        _about(
+            "copy memory to peers in this process, and on this host where the kernel permits it, "
+            "instead of using the provider"
+        ),
     ] = True
+    near_consent: Annotated[
+        bool,
+        _about(
+            "let processes of this user read and write this one's memory where Yama "
+            "(ptrace_scope 1) forbids it, so that peers on this host need no provider"
+        ),
+    ] = False
     push: Annotated[
         Literal["request"],
         _about("how much prefill finishes before the producer writes it: the whole request"),

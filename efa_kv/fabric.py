@@ -30,6 +30,7 @@ from efa_kv.types import (
     ROW_DTYPE,
     KeyRecord,
     LogRecord,
+    Neighbour,
     Nic,
     NicRecord,
     Notice,
@@ -204,6 +205,15 @@ class Fabric:
         check(self._call(lib.ekv_engine_resets, count))
         return int(count[0])
 
+    def gate(self) -> int:
+        """The descriptor through which processes of this host get at this engine's memory;
+        -1 if it has none."""
+        gate = new_struct("ekv_gate")
+        code = self._call(lib.ekv_engine_gate, gate)
+        if code != Code.ENOTSUP:
+            check(code)
+        return int(gate.gate)
+
     # ---- regions --------------------------------------------------------------------
 
     def region_add(
@@ -251,13 +261,24 @@ class Fabric:
     # ---- peers ----------------------------------------------------------------------
 
     def peer_add(
-        self, nics: Sequence[NicRecord], incarnation: int, same_process: bool, peer: str = ""
+        self,
+        nics: Sequence[NicRecord],
+        incarnation: int,
+        same_process: bool,
+        neighbour: Neighbour | None = None,
+        peer: str = "",
     ) -> int:
-        """Makes a peer known; ``peer`` is its name in errors. [blocks]"""
+        """Makes a peer known; ``neighbour`` if it is in another process of this host,
+        ``peer`` is its name in errors. [blocks]"""
         array = remote_nics(nics)
         options = new_struct("ekv_peer_options")
         options.same_process = int(same_process)
         options.incarnation = incarnation
+        if neighbour is not None:
+            options.same_host = 1
+            options.process = neighbour.process
+            options.start_ticks = neighbour.start_ticks
+            options.gate = neighbour.gate
         peer_id = ffi.new("ekv_peer_id *")
         error = new_error()
         code = self._call(lib.ekv_peer_add, options, array, len(nics), peer_id, error)

@@ -33,6 +33,21 @@ RAIL_METRICS: Final = (
     MetricRow("bytes_read", "read_bytes", "counter", "Bytes read from peers."),
     MetricRow("bytes_near", "near_bytes", "counter", "Bytes moved without the provider."),
     MetricRow("operations_near", "near_operations", "counter", "Moves without the provider."),
+    *(
+        MetricRow(
+            f"near_refused_{reason}",
+            f"near_refused_{reason}",
+            "counter",
+            f"Peers and jobs of this host that took the provider: {text}.",
+        )
+        for reason, text in (
+            ("namespace", "another pid namespace"),
+            ("permission", "forbidden by the kernel"),
+            ("identity", "another process behind the process id"),
+            ("system", "not supported by the kernel or not offered"),
+            ("memory", "memory of a device, or not offered"),
+        )
+    ),
     MetricRow("in_flight", "operations_in_flight", "gauge", "Operations in flight now."),
     MetricRow("in_flight_peak", "operations_in_flight_peak", "gauge", "Most in flight so far."),
     MetricRow("operations_posted", "operations_posted", "counter", "Operations posted."),

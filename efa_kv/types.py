@@ -182,6 +182,18 @@ class ProcessRecord(msgspec.Struct, frozen=True, array_like=True):
     start_ticks: U64
 
 
+class Neighbour(msgspec.Struct, frozen=True):
+    """An engine in another process of this host, as the core is told of it.
+
+    ``process`` is 0 where its id means nothing here (another pid namespace); ``gate`` is
+    the number of a file descriptor there, -1 if it offers no memory to other processes.
+    """
+
+    process: int
+    start_ticks: int
+    gate: int
+
+
 class Result(msgspec.Struct, frozen=True):
     """State of a job as the core reports it (``ekv_result``).
 
@@ -252,6 +264,11 @@ class RailCounters(msgspec.Struct, frozen=True):
     progress_wakeups: int
     operations_near: int
     bytes_near: int
+    near_refused_namespace: int
+    near_refused_permission: int
+    near_refused_identity: int
+    near_refused_system: int
+    near_refused_memory: int
 
 
 class LogRecord(msgspec.Struct, frozen=True):

@@ -134,6 +134,7 @@ class TransferEngine:
                 incarnation=incarnation,
                 process=this_process(),
                 nics=self.fabric.rails(),
+                gate=self.fabric.gate(),
             )
             peers = PeerTable(
                 self.fabric,

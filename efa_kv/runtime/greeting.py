@@ -50,6 +50,7 @@ class Identity(msgspec.Struct, kw_only=True):
     incarnation: int
     process: ProcessRecord
     nics: tuple[Nic, ...]
+    gate: int = -1
     fingerprint: bytes = b""
     fields: dict[str, str] = msgspec.field(default_factory=dict)
     layout: bytes | None = None
@@ -79,6 +80,7 @@ class Greeter:
             session=identity.session,
             incarnation=identity.incarnation,
             process=identity.process,
+            gate=identity.gate,
             nics=published.nics,
             regions=fitting,
             regions_epoch=published.epoch,

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from efa_kv.errors import EfaKvError, RemoteProtocolError
 from efa_kv.runtime import regions
-from efa_kv.types import NicRecord, ProcessRecord, RegionRecord
+from efa_kv.types import Neighbour, NicRecord, ProcessRecord, RegionRecord
 from efa_kv.wire.messages import Card, Regions
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,12 @@ class PeerFabric(Protocol):
     """The part of `efa_kv.fabric.Fabric` that deals with peers."""
 
     def peer_add(
-        self, nics: tuple[NicRecord, ...], incarnation: int, same_process: bool, peer: str = ""
+        self,
+        nics: tuple[NicRecord, ...],
+        incarnation: int,
+        same_process: bool,
+        neighbour: Neighbour | None = None,
+        peer: str = "",
     ) -> int: ...
     def peer_nics(self, peer_id: int, nics: tuple[NicRecord, ...]) -> None: ...
     def peer_region_add(self, peer_id: int, region: RegionRecord) -> None: ...
@@ -54,6 +59,15 @@ class RemotePeer:
         self.waiters: list[Callable[[bool], None]] = []
 
 
+def neighbour_of(here: ProcessRecord, card: Card) -> Neighbour | None:
+    """How the core finds the engine of a card in another process of this host, or None."""
+    there = card.process
+    if not here.boot or there.boot != here.boot:
+        return None
+    visible = there.pid_namespace == here.pid_namespace
+    return Neighbour(there.pid if visible else 0, there.start_ticks, card.gate)
+
+
 class PeerTable:
     """All peers of one engine."""
 
@@ -79,8 +93,11 @@ class PeerTable:
                 and card.process == self._process
                 and regions.neighbour(card.incarnation) is not None
             )
+            neighbour = (
+                neighbour_of(self._process, card) if self._near and not same_process else None
+            )
             peer_id = self._fabric.peer_add(
-                card.nics, card.incarnation, same_process, peer=card.session
+                card.nics, card.incarnation, same_process, neighbour, peer=card.session
             )
             peer = RemotePeer(peer_id, card, same_process)
             self._peers[card.incarnation] = peer

@@ -29,11 +29,14 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     ``regions`` may be cut short to fit the message (``complete`` is then false); the
     rest is fetched with REGIONS_QUERY.  ``fields`` are the fingerprint's inputs in words.
+    ``gate`` is the descriptor in ``process`` through which processes of the same host get
+    at the engine's memory, -1 if it has none.
     """
 
     session: Annotated[str, msgspec.Meta(max_length=300)]
     incarnation: Incarnation
     process: ProcessRecord
+    gate: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] = -1
     nics: Annotated[tuple[NicRecord, ...], msgspec.Meta(max_length=256)]
     regions: tuple[RegionRecord, ...] = ()
     regions_epoch: U64 = 0

@@ -78,7 +78,7 @@ bool gate_open(struct gate *gate, uint64_t incarnation, uint32_t slot_count)
         errno = ENOENT;
         return false;
     }
-    gate->fd = memfd_create("efa-kv-ledger", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    gate->fd = memfd_create(LEDGER_NAME, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (gate->fd < 0 || ftruncate(gate->fd, (off_t)gate->ledger_bytes) != 0 ||
         fcntl(gate->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0 ||
         !gate_map(gate)) {

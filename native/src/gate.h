@@ -44,6 +44,7 @@
 
 #include "efa_kv.h"
 
+#define LEDGER_NAME "efa-kv-ledger"
 #define LEDGER_MAGIC UINT64_C(0x6c65646765723101)
 #define GATE_SLOT_BITS 24u
 #define GATE_SLOT_MASK ((UINT64_C(1) << GATE_SLOT_BITS) - 1)

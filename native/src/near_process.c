@@ -94,14 +94,22 @@ static bool neighbour_is_gone(const struct neighbour *neighbour)
     return poll(&fd, 1, 0) == 1;
 }
 
-/* A description of its own for each thread: the kernel's locks belong to those. */
+/* A description of its own for each thread: the kernel's locks belong to those.  The
+ * number came over the network: nothing is opened that is not a ledger by its name. */
 static bool neighbour_open_locks(struct neighbour *neighbour, int gate)
 {
+    static const char wanted[] = "/memfd:" LEDGER_NAME;
     char path[64];
+    char link[sizeof wanted] = {0};
 
     snprintf(path, sizeof path, "/proc/%llu/fd/%d", (unsigned long long)neighbour->process, gate);
+    if (readlink(path, link, sizeof link) < 0)
+        return false;
+    errno = EBADF;
+    if (memcmp(link, wanted, sizeof wanted - 1) != 0)
+        return false;
     for (uint32_t i = 0; i < neighbour->lock_count; i++) {
-        neighbour->locks[i] = open(path, O_RDONLY | O_CLOEXEC);
+        neighbour->locks[i] = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
         if (neighbour->locks[i] < 0)
             return false;
     }

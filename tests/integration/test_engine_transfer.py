@@ -258,3 +258,30 @@ def test_same_process_takes_the_short_way() -> None:
         assert job.wait(10).error is None
         assert np.array_equal(source, target)
         assert sum(rail.bytes_near for rail in one.counters()) == 1 << 16
+
+
+def test_another_process_of_this_host_takes_the_short_way(child: Child) -> None:
+    size = 1 << 20
+    target = child(protocol="tcp", near=True, near_consent=True)
+    remote = target.ask("register", name="a", size=size)["address"]
+    with TransferEngine(EngineConfig(protocol="tcp")) as engine:
+        region = engine.register(_random(size, 5))
+        notice = Notice((1, 2), 3)
+        job = engine.write(target.session, [region.address], [remote], [size], notice=notice)
+        assert job.wait(20).error is None
+        assert target.ask("notices") == [[1, 2, 3, 0, size, engine.incarnation]]
+        assert target.ask("matches", name="a", seed=5)
+        (rail,) = engine.counters()
+        assert (rail.bytes_near, rail.bytes_written) == (size, 0)
+
+
+def test_a_neighbour_that_offers_no_memory_is_reached_by_the_provider(child: Child) -> None:
+    size = 1 << 16
+    target = child(protocol="tcp", near=False)
+    remote = target.ask("register", name="a", size=size)["address"]
+    with TransferEngine(EngineConfig(protocol="tcp")) as engine:
+        region = engine.register(_random(size, 5))
+        assert engine.write(target.session, [region.address], [remote], [size]).wait(20).bytes
+        (rail,) = engine.counters()
+        assert (rail.bytes_near, rail.bytes_written) == (0, size)
+        assert rail.near_refused_system == 1

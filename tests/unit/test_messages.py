@@ -139,3 +139,18 @@ def test_regions_are_cut_to_fit() -> None:
 
 def test_header_size() -> None:
     assert HEADER_BYTES == 8
+
+
+def test_the_gate_of_a_card_is_a_descriptor_or_none() -> None:
+    told = decode(encode(Hello(card=make_card(gate=12))))
+    assert isinstance(told, Hello)
+    assert told.card.gate == 12
+    body = msgspec.msgpack.decode(encode(Hello(card=make_card()))[HEADER_BYTES:])
+    assert body["card"].pop("gate") == -1
+    silent = decode(_frame(body))
+    assert isinstance(silent, Hello)
+    assert silent.card.gate == -1, "a peer that says nothing offers nothing"
+    for wrong in (-2, 1 << 31, "3"):
+        body["card"]["gate"] = wrong
+        with pytest.raises(RemoteProtocolError):
+            decode(_frame(body))

@@ -7,7 +7,7 @@ import pytest
 from efa_kv.errors import AddressError, RemoteProtocolError
 from efa_kv.runtime.peers import PeerTable
 from efa_kv.runtime.regions import RegionBook
-from efa_kv.types import KeyRecord, Nic, NicRecord, ProcessRecord, RegionRecord
+from efa_kv.types import KeyRecord, Neighbour, Nic, NicRecord, ProcessRecord, RegionRecord
 from efa_kv.wire.messages import Card, Regions
 
 HERE = ProcessRecord("boot", "pid:[1]", 10, 20)
@@ -16,15 +16,22 @@ HERE = ProcessRecord("boot", "pid:[1]", 10, 20)
 class FakeFabric:
     def __init__(self) -> None:
         self.peers: dict[int, bool] = {}
+        self.neighbours: dict[int, Neighbour | None] = {}
         self.regions: dict[tuple[int, int], RegionRecord] = {}
         self.next = 1
         self.refused: set[int] = set()
         self.nics: dict[int, tuple[NicRecord, ...]] = {}
 
     def peer_add(
-        self, nics: tuple[NicRecord, ...], incarnation: int, same_process: bool, peer: str = ""
+        self,
+        nics: tuple[NicRecord, ...],
+        incarnation: int,
+        same_process: bool,
+        neighbour: Neighbour | None = None,
+        peer: str = "",
     ) -> int:
         peer_id, self.next = self.next, self.next + 1
+        self.neighbours[peer_id] = neighbour
         self.peers[peer_id] = same_process
         return peer_id
 
@@ -208,3 +215,30 @@ def test_new_addresses_of_nics_reach_the_fabric_however_they_are_told() -> None:
     assert fabric.nics == {peer.peer_id: (nic(b"c"),)}
     peers.learn(peer, card(5, record(1), epoch=6, nics=(nic(b"d"),)))
     assert fabric.nics == {peer.peer_id: (nic(b"d"),)}
+
+
+@pytest.mark.parametrize(
+    ("process", "near", "expected"),
+    [
+        (ProcessRecord("boot", "pid:[1]", 11, 20), True, Neighbour(11, 20, 7)),
+        # The number means another process in a namespace of ours: it is not passed on.
+        (ProcessRecord("boot", "pid:[2]", 11, 20), True, Neighbour(0, 20, 7)),
+        (ProcessRecord("elsewhere", "pid:[1]", 11, 20), True, None),
+        (ProcessRecord("boot", "pid:[1]", 11, 20), False, None),
+    ],
+)
+def test_neighbours_are_processes_of_the_same_host(
+    process: ProcessRecord, near: bool, expected: Neighbour | None
+) -> None:
+    fabric = FakeFabric()
+    peer = table(fabric, near=near).acquire(card(5, process=process, gate=7))
+    assert fabric.neighbours[peer.peer_id] == expected
+    assert not peer.same_process
+
+
+def test_hosts_without_a_name_have_no_neighbours() -> None:
+    fabric = FakeFabric()
+    nameless = ProcessRecord("", "pid:[1]", 10, 20)
+    peers = PeerTable(fabric, nameless, near=True, max_regions=8)
+    peer = peers.acquire(card(5, process=ProcessRecord("", "pid:[1]", 11, 20), gate=7))
+    assert fabric.neighbours[peer.peer_id] is None

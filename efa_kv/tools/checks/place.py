@@ -160,7 +160,10 @@ def near_peers(host: Host) -> list[Finding]:
     if not scope:
         return [good("place.near", "processes of one user may copy between each other's memory")]
     if scope == _ONLY_WITH_CONSENT:
-        text = "processes may copy between each other's memory where the other side consents"
+        text = (
+            "processes may copy between each other's memory where the other side consents: "
+            "near_consent is true there"
+        )
         return [good("place.near", text)]
     return [
         Finding(
@@ -169,7 +172,7 @@ def near_peers(host: Host) -> list[Finding]:
             found=f"kernel.yama.ptrace_scope is {scope}",
             expected="0 or 1",
             why="peers on one host cannot use cross-memory attach; their bytes take the provider",
-            mend="sudo sysctl -w kernel.yama.ptrace_scope=1",
+            mend="sudo sysctl -w kernel.yama.ptrace_scope=1, and set near_consent",
         )
     ]
 
