@@ -236,27 +236,26 @@ static int region_claim(struct ekv_engine *engine, ekv_region_id id, uint64_t un
     }
 }
 
+static void region_unclaim(struct ekv_engine *engine, struct region *region)
+{
+    pthread_rwlock_wrlock(&engine->memory.lock);
+    region->state = REGION_CLOSING;
+    pthread_rwlock_unlock(&engine->memory.lock);
+}
+
 static int region_remove(struct ekv_engine *engine, ekv_region_id id, double timeout_s,
                          ekv_error *error)
 {
     struct command command = {.run = command_deregister};
     uint64_t until_ns = clock_after_ns(timeout_s);
     struct region *region;
-    uint64_t near_key = 0;
     int code;
 
     pthread_rwlock_wrlock(&engine->memory.lock);
     region = memory_find(&engine->memory, engine->tag, id);
-    if (region) {
+    if (region)
         memory_retire(&engine->memory, region);
-        near_key = region->near_key;
-    }
     pthread_rwlock_unlock(&engine->memory.lock);
-    if (region && !gate_shut(&engine->gate, near_key, true, until_ns))
-        return error_set(error, EKV_EBUSY, 0, "ekv_region_remove",
-                         "a process of this host may still be copying in region 0x%llx; it "
-                         "takes no new copies, call again",
-                         (unsigned long long)id);
     code = region ? region_claim(engine, id, until_ns, &region) : EKV_ESTALE;
     if (code == EKV_ESTALE)
         return region_stale(id, "ekv_region_remove", error);
@@ -264,6 +263,13 @@ static int region_remove(struct ekv_engine *engine, ekv_region_id id, double tim
         return error_set(error, code, 0, "ekv_region_remove",
                          "jobs are still using region 0x%llx; it takes no new ones, call again",
                          (unsigned long long)id);
+    if (!gate_shut(&engine->gate, region->near_key, true, until_ns)) {
+        region_unclaim(engine, region);
+        return error_set(error, EKV_EBUSY, 0, "ekv_region_remove",
+                         "a process of this host may still be copying in region 0x%llx; it "
+                         "takes no new copies, call again",
+                         (unsigned long long)id);
+    }
     command.region = region;
     control_call_all(engine, &command, NULL);
     memory_give(&engine->memory, region);

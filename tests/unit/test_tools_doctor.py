@@ -372,6 +372,15 @@ def test_copying_between_processes(scope: int | None, severity: Severity) -> Non
     assert only(place.near_peers(host)).severity is severity
 
 
+def test_copying_between_containers() -> None:
+    host = changed(recorded("p5en"), "machine", ptrace_scope=1, container="docker")
+    found = only(place.near_peers(host)).found
+    assert "pid namespace" in found
+    assert "near_consent" in found
+    outside = changed(recorded("p5en"), "machine", ptrace_scope=0, container="")
+    assert "pid namespace" not in only(place.near_peers(outside)).found
+
+
 def test_devices_that_cannot_write_are_warned_of() -> None:
     host = changed(recorded("p5en"), "machine", instance_type="p4d.24xlarge")
     finding = only(place.line_rate(host))

@@ -157,11 +157,15 @@ def gpu_nic_map(host: Host) -> list[Finding]:
 def near_peers(host: Host) -> list[Finding]:
     """Whether processes of one host may copy between each other's memory in one step."""
     scope = host.machine.ptrace_scope
+    # A process of another container has no name here that the kernel would copy to.
+    whose = "processes of one user"
+    if host.machine.container:
+        whose += " that share this container's pid namespace"
     if not scope:
-        return [good("place.near", "processes of one user may copy between each other's memory")]
+        return [good("place.near", f"{whose} may copy between each other's memory")]
     if scope == _ONLY_WITH_CONSENT:
         text = (
-            "processes may copy between each other's memory where the other side consents: "
+            f"{whose} may copy between each other's memory where the other side consents: "
             "near_consent is true there"
         )
         return [good("place.near", text)]
