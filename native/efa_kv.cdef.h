@@ -193,8 +193,8 @@ typedef struct ekv_remote_key {
 int ekv_peer_add(ekv_engine *engine, const ekv_peer_options *options, const ekv_nic *nics,
                  size_t nic_count, ekv_peer_id *peer, ekv_error *error);
 
-int ekv_peer_nics(ekv_engine *engine, ekv_peer_id peer, const ekv_nic *nics,
-                  size_t nic_count, ekv_error *error);
+int ekv_peer_nics(ekv_engine *engine, ekv_peer_id peer, const ekv_nic *nics, size_t nic_count,
+                  ekv_error *error);
 int ekv_peer_region_add(ekv_engine *engine, ekv_peer_id peer, uint64_t remote_region,
                         uint64_t address, uint64_t length_bytes, const ekv_remote_key *keys,
                         size_t key_count, ekv_error *error);

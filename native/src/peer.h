@@ -67,8 +67,8 @@ struct peer {
     bool same_process;
     uint64_t incarnation;
     struct neighbour *neighbour; /* the short way to its process, or NULL */
-    ekv_nic *nics;          /* their addresses are guarded by lock */
-    uint32_t *nic_versions; /* how often each address changed; guarded by lock */
+    ekv_nic *nics;               /* their addresses are guarded by lock */
+    uint32_t *nic_versions;      /* how often each address changed; guarded by lock */
     uint32_t nic_count;
     struct peer_rail *rails;
     _Atomic uint32_t jobs;        /* jobs that may still touch it */
