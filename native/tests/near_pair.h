@@ -80,14 +80,23 @@ static inline void fill(void)
         source[i] = (uint8_t)(i * 7 + (i >> 13) + 1);
 }
 
-static inline ekv_engine *source_open(void)
+/* With as many progress threads as asked for and this host's interfaces allow. */
+static inline ekv_engine *source_open_with(uint32_t threads)
 {
     ekv_options options = near_options(SOURCE_INCARNATION, EKV_NEAR_ALLOWED);
-    ekv_engine *engine = pair_open(&options);
+    ekv_engine *engine;
 
+    options.devices = threads > 1 ? "*" : NULL;
+    options.progress_threads = threads;
+    engine = pair_open(&options);
     fill();
     pair_register(engine, source, BYTES);
     return engine;
+}
+
+static inline ekv_engine *source_open(void)
+{
+    return source_open_with(1);
 }
 
 static inline int submit(ekv_engine *engine, ekv_peer_id peer, uint64_t address,

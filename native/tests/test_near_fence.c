@@ -3,8 +3,21 @@
 #define _GNU_SOURCE
 #include "near_pair.h"
 
-/* From the moment the owner's call returns not one byte comes in. */
-static void test_keys_change_under_load(void)
+#define JOBS 4
+
+static _Atomic int copies_left;
+
+/* One copy of a round takes its time, with the lock held, while another thread is in the
+ * middle of its own. */
+static void linger_once(void)
+{
+    if (atomic_fetch_sub(&copies_left, 1) == 0)
+        usleep(50000);
+}
+
+/* From the moment the owner's call returns not one byte comes in, of several jobs that
+ * several threads copy. */
+static void keys_change_under_load(uint32_t threads)
 {
     ekv_error error = {.struct_size = sizeof error};
     struct target target;
@@ -13,31 +26,49 @@ static void test_keys_change_under_load(void)
     int refused = 0;
 
     target_start(&target);
-    engine = source_open();
+    near_process_before_copy = linger_once; /* before there are threads */
+    engine = source_open_with(threads);
     peer = connect_near(engine, &target.card);
-    for (int round = 0; round < 20; round++) {
+    for (int round = 0; round < 10; round++) {
+        ekv_job_id jobs[JOBS];
         struct card fresh;
-        ekv_result result;
-        ekv_job_id job;
         char answer;
 
-        CHECK_INT(submit(engine, peer, target.card.address, 4096, EKV_WRITE, &job), EKV_OK);
+        atomic_store(&copies_left, 10 + round);
+        for (int i = 0; i < JOBS; i++)
+            CHECK_INT(submit(engine, peer, target.card.address, 4096, EKV_WRITE, &jobs[i]), EKV_OK);
         CHECK(write(target.socket, "r", 1) == 1);
         CHECK(recv(target.socket, &fresh, sizeof fresh, MSG_WAITALL) == sizeof fresh);
-        CHECK(read(target.socket, &answer, 1) == 1);
         memset(target.view, 0xee, BYTES);
-        result = pair_finish(engine, job, 60);
-        CHECK(result.status == EKV_OK || result.status == EKV_EACCESS);
-        refused += result.status == EKV_EACCESS;
+        CHECK(read(target.socket, &answer, 1) == 1);
+        for (int i = 0; i < JOBS; i++) {
+            int status = pair_finish(engine, jobs[i], 60).status;
+
+            CHECK(status == EKV_OK || status == EKV_EACCESS);
+            refused += status == EKV_EACCESS;
+        }
         check_filled(target.view, 0xee);
         CHECK_OK(ekv_peer_region_add(engine, peer, fresh.region, fresh.address, fresh.length,
                                      fresh.keys, fresh.key_count, &error));
         CHECK_INT(move(engine, peer, target.card.address, 65536, EKV_WRITE).status, EKV_OK);
         CHECK(memcmp(source, target.view, BYTES) == 0);
     }
-    printf("  %d of 20 jobs came too late\n", refused);
+    printf("  %u threads, %d of %d jobs came too late\n", threads, refused, 10 * JOBS);
+    CHECK(counters_of(engine).near_refused_permission == 0);
     CHECK_INT(ekv_engine_close(engine, 1), 0);
+    near_process_before_copy = NULL;
     target_end(&target);
+}
+
+static void test_keys_change_under_load(void)
+{
+    keys_change_under_load(1);
+}
+
+/* Each thread has a lock of its own: one must not release the other's. */
+static void test_keys_change_beside_two_threads(void)
+{
+    keys_change_under_load(2);
 }
 
 /* ---- a writer in a child, stopped with the lock held ---------------------- */
@@ -195,6 +226,7 @@ int main(void)
 {
     near_begin();
     RUN(test_keys_change_under_load);
+    RUN(test_keys_change_beside_two_threads);
     RUN(test_stopped_writer);
     RUN(test_stopped_writer_and_removal);
     RUN(test_killed_writer);
