@@ -470,6 +470,7 @@ class TransferEngine:
             except EfaKvError as second:
                 job.fail(second)
 
+        job.defer()
         self.control.later(lambda _now: self.control.refresh_regions(handle, learned))
 
     def _refresh(self, handle: SessionHandle) -> None:

@@ -58,9 +58,7 @@ class Job:
         self._peer = peer
         self._on_access_refused = on_access_refused
         self._lock = threading.Lock()
-        # Set once the core has the job or it failed before: until then a missing region
-        # may still be asked for.
-        self._submitted = threading.Event()
+        self._submitted: threading.Event | None = None
         self._id = 0
         self._result: JobResult | None = None
         self._canceled = False
@@ -87,7 +85,7 @@ class Job:
         about the job.  What went wrong with the job itself is in the result's ``error``.
         """
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        if not self._submitted.wait(timeout):
+        if self._submitted is not None and not self._submitted.wait(timeout):
             raise self._still_running(timeout)
         result = self._result
         if result is not None and (result.fenced or not fenced):
@@ -133,12 +131,17 @@ class Job:
         """Whether `cancel` was called, maybe before the core had the job."""
         return self._canceled
 
+    def defer(self) -> None:
+        """The core gets the job later, from another thread: a missing region is asked for."""
+        self._submitted = threading.Event()
+
     def attach(self, job: int) -> None:
         """The core has the job."""
         with self._lock:
             self._id = job
             canceled = self._canceled
-        self._submitted.set()
+        if self._submitted is not None:
+            self._submitted.set()
         if canceled:
             self.cancel()
 
@@ -178,7 +181,8 @@ class Job:
             if self._result is None or not self._result.fenced:
                 self._result = result
             wakers, self._wakers = self._wakers, []
-        self._submitted.set()
+        if self._submitted is not None:
+            self._submitted.set()
         for waker in wakers:
             with suppress(RuntimeError):  # the loop is closed
                 waker()
