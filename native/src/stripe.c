@@ -18,6 +18,29 @@ int stripe_choose(const struct stripe_rail *rails, size_t count)
     return best;
 }
 
+void stripe_prefer(struct stripe_rail *rails, size_t count, bool bound, uint64_t spill_bytes)
+{
+    uint32_t nearest = UINT32_MAX;
+
+    for (size_t i = 0; i < count; i++)
+        if (rails[i].reachable && rails[i].rank < nearest)
+            nearest = rails[i].rank;
+    for (size_t i = 0; i < count; i++) {
+        if (rails[i].rank <= nearest)
+            continue;
+        if (bound)
+            rails[i].usable = 0;
+        else
+            rails[i].outstanding_bytes += spill_bytes;
+    }
+}
+
+bool stripe_even(const struct stripe_rail *one, const struct stripe_rail *best, uint64_t bytes)
+{
+    return one->outstanding_bytes <= best->outstanding_bytes + bytes &&
+           one->carried_bytes <= best->carried_bytes + bytes;
+}
+
 uint64_t stripe_cut(uint64_t length, uint64_t local_left, uint64_t remote_left)
 {
     if (length > local_left)

@@ -185,7 +185,10 @@ static void test_each_does_not_move_the_cursor(void)
 
 static void test_choice(void)
 {
-    struct stripe_rail rails[4] = {{500, 0, 1}, {100, 9, 1}, {100, 8, 1}, {0, 0, 0}};
+    struct stripe_rail rails[4] = {{.outstanding_bytes = 500, .usable = 1},
+                                   {.outstanding_bytes = 100, .carried_bytes = 9, .usable = 1},
+                                   {.outstanding_bytes = 100, .carried_bytes = 8, .usable = 1},
+                                   {.usable = 0}};
 
     CHECK_INT(stripe_choose(rails, 4), 2);
     rails[2].usable = 0;
@@ -194,6 +197,51 @@ static void test_choice(void)
     CHECK_INT(stripe_choose(rails, 4), 0);
     rails[0].usable = 0;
     CHECK_INT(stripe_choose(rails, 4), -1);
+}
+
+static void nearness_fill(struct stripe_rail rails[4])
+{
+    for (uint32_t i = 0; i < 4; i++)
+        rails[i] = (struct stripe_rail){.reachable = 1, .usable = 1, .rank = i / 2};
+}
+
+/* Far rails stand in for near ones that are out, not for busy ones, where memory is bound
+ * to its own; elsewhere they help once the near ones have that much more to do. */
+static void test_nearness(void)
+{
+    struct stripe_rail rails[4];
+
+    nearness_fill(rails);
+    rails[0].outstanding_bytes = rails[1].outstanding_bytes = 1 << 30;
+    stripe_prefer(rails, 4, true, 1000);
+    CHECK_INT(stripe_choose(rails, 4), 0);
+    rails[0].usable = rails[1].usable = 0; /* full */
+    CHECK_INT(stripe_choose(rails, 4), -1);
+
+    nearness_fill(rails);
+    rails[0].reachable = rails[0].usable = 0;
+    rails[1].reachable = rails[1].usable = 0;
+    stripe_prefer(rails, 4, true, 1000);
+    CHECK_INT(stripe_choose(rails, 4), 2);
+
+    nearness_fill(rails);
+    rails[0].outstanding_bytes = rails[1].outstanding_bytes = 999;
+    stripe_prefer(rails, 4, false, 1000);
+    CHECK_INT(stripe_choose(rails, 4), 0);
+    nearness_fill(rails);
+    rails[0].outstanding_bytes = rails[1].outstanding_bytes = 1001;
+    stripe_prefer(rails, 4, false, 1000);
+    CHECK_INT(stripe_choose(rails, 4), 2);
+}
+
+static void test_even(void)
+{
+    struct stripe_rail one = {.outstanding_bytes = 110, .carried_bytes = 500};
+    struct stripe_rail best = {.outstanding_bytes = 100, .carried_bytes = 490};
+
+    CHECK(stripe_even(&one, &best, 10));
+    CHECK(!stripe_even(&one, &best, 9));
+    CHECK(stripe_even(&best, &one, 0));
 }
 
 /* 640 equal stripes that settle some time later: the busiest rail carries at most 5 %
@@ -256,6 +304,8 @@ int main(void)
     RUN(test_overflow_is_refused);
     RUN(test_each_does_not_move_the_cursor);
     RUN(test_choice);
+    RUN(test_nearness);
+    RUN(test_even);
     RUN(test_balance);
     RUN(test_cut_and_limits);
     return 0;
