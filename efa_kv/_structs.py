@@ -38,6 +38,10 @@ def options_struct(
     options.max_peers = 2 * config.max_peers
     options.max_regions = config.max_regions
     options.stripe_bytes = config.stripe_bytes
+    options.sysfs_root = text(config.sysfs_root)
+    options.register_everywhere = int(config.register_everywhere)
+    options.device_bytes_max = config.device_bytes_max
+    options.device_entries_max = config.device_entries_max
     options.incarnation = incarnation
     options.near = lib.EKV_NEAR_NEVER
     if config.near:

@@ -132,6 +132,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_in_flight: Annotated[
         Count, _about("operations in flight per device; 0 is the provider's own limit")
     ] = 0
+    register_everywhere: Annotated[
+        bool, _about("register GPU memory with every device, not only with those nearest to it")
+    ] = False
+    device_bytes_max: Annotated[
+        int,
+        Meta(ge=0, le=1 << 62),
+        _about("most memory registered with one device; 0 asks the device", "bytes"),
+    ] = 0
+    device_entries_max: Annotated[
+        int,
+        Meta(ge=0, le=1 << 62),
+        _about("most page-table entries used on one device; 0 asks the device"),
+    ] = 0
+    sysfs_root: Annotated[str, _about("where to look up the places of devices; empty is /sys")] = ""
     stripe_bytes: Annotated[
         int, Meta(ge=0, le=1 << 40), _about("largest single operation; 0 is 1 MiB", "bytes")
     ] = 1 << 20

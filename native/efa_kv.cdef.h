@@ -116,6 +116,11 @@ typedef struct ekv_options {
     uint32_t trace_capacity;
     uint32_t max_notices;
     uint64_t region_chunk_bytes;
+    const char *sysfs_root;
+    uint32_t register_everywhere;
+    uint32_t reserved_rails;
+    uint64_t device_bytes_max;
+    uint64_t device_entries_max;
 } ekv_options;
 
 int ekv_fabric_library(const char *libfabric_path, char *text, size_t text_bytes, ekv_error *error);
@@ -151,6 +156,7 @@ typedef struct ekv_memory {
     uint64_t length_bytes;
     int32_t device;
     uint32_t access;
+    char place[16];
 } ekv_memory;
 
 typedef struct ekv_region_key {

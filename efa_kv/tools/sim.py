@@ -74,6 +74,8 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
             if self.check_threads is None
             else int(self.check_threads),
             f"{PREFIX}FAULTS": ";".join(self.faults) or None,
+            # The engine looks for its devices' places where the provider writes them.
+            "EFA_KV_SYSFS_ROOT": self.sysfs,
         }
         return {name: str(value) for name, value in values.items() if value is not None}
 

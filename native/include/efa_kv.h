@@ -158,6 +158,11 @@ typedef struct ekv_options {
     uint32_t trace_capacity;     /* trace records kept; 0 = default */
     uint32_t max_notices;        /* notices nobody has read yet; 0 = 16384 */
     uint64_t region_chunk_bytes; /* most bytes under one key; 0 = what the device takes */
+    const char *sysfs_root;      /* where NICs and GPUs are looked up; NULL = /sys */
+    uint32_t register_everywhere; /* 1: device memory on every rail, not on its nearest */
+    uint32_t reserved_rails;
+    uint64_t device_bytes_max;   /* most bytes registered with one NIC; 0 = not known */
+    uint64_t device_entries_max; /* and page-table entries, of 4 KiB (host) or 64 KiB (GPU) */
 } ekv_options;
 
 /* Path and version of the libfabric in use ("1.17 /usr/lib/..."), loading it if
@@ -227,6 +232,7 @@ typedef struct ekv_memory {
     uint64_t length_bytes;
     int32_t device;  /* CUDA ordinal, -1 for host memory */
     uint32_t access; /* EKV_ACCESS_*; always usable locally */
+    char place[16];  /* PCI address of its GPU, 0000:53:00.0; empty: not known, or host memory */
 } ekv_memory;
 
 /* In the place of a rail or NIC: the key for neighbours, who need no NIC. */
@@ -242,8 +248,10 @@ typedef struct ekv_region_key {
     uint64_t length_bytes;
 } ekv_region_key;
 
-/* Registers on every rail; all or nothing. Overlapping regions are allowed, a later
- * lookup by address takes any region that holds the range. [blocks] */
+/* Registers; all or nothing.  GPU memory (place) on the rails nearest to it and, where
+ * that is one alone, on those of the next distance too; host memory on all.  A device
+ * that is full is EKV_EREGISTER and says how much it holds already. Overlapping regions are
+ * allowed, a later lookup by address takes any region that holds the range. [blocks] */
 EKV_API int ekv_region_add(ekv_engine *engine, const ekv_memory *memory, ekv_region_id *region,
                            ekv_error *error);
 EKV_API int ekv_region_keys(ekv_engine *engine, ekv_region_id region, ekv_region_key *keys,

@@ -47,9 +47,10 @@ int ekv_fabric_list(const ekv_options *given, ekv_nic *nics, size_t capacity, si
     if (code != EKV_OK)
         return code;
     for (uint32_t i = 0; i < devices.count && i < capacity; i++) {
+        struct place place;
         ekv_nic nic;
 
-        device_describe(devices.infos[i], &nic);
+        device_describe(devices.infos[i], options.sysfs_root, &nic, &place);
         nic.queue_depth = nic.provider_queue_depth;
         struct_export(element(nics, stride, i), &nic, sizeof nic);
     }

@@ -9,6 +9,11 @@
 #include "engine.h"
 #include "error.h"
 #include "identifier.h"
+#include "parallel.h"
+#include "place.h"
+
+/* Below this, starting threads takes longer than registering. */
+#define CONTROL_PARALLEL_BYTES (UINT64_C(64) << 20)
 
 static void control_nap(void)
 {
@@ -21,37 +26,87 @@ static void control_nap(void)
 static int control_call_all(struct ekv_engine *engine, const struct command *pattern,
                             ekv_error *error)
 {
+    struct command commands[GROUPS_MAX];
     int code = EKV_OK;
 
     for (uint32_t i = 0; i < engine->group_count; i++) {
-        struct command command = *pattern;
-        int answer = group_call(&engine->groups[i], &command);
+        commands[i] = *pattern;
+        group_send(&engine->groups[i], &commands[i]);
+    }
+    for (uint32_t i = 0; i < engine->group_count; i++) {
+        int answer = group_await(&engine->groups[i], &commands[i]);
 
         if (answer < 0 && code == EKV_OK) {
             code = answer;
             if (error)
-                struct_export(error, &command.error, sizeof command.error);
+                struct_export(error, &commands[i].error, sizeof commands[i].error);
         }
     }
     return code;
 }
 
-static int register_on(struct group *group, struct command *command, uint32_t i)
+/* The rails of a group on which a region is registered, and what each answered. */
+struct registration {
+    struct ekv_engine *engine;
+    struct region *region;
+    uint32_t rails[RAILS_MAX];
+    uint32_t count;
+    bool rotate; /* the old keys go once the new ones are there */
+    int codes[RAILS_MAX];
+    ekv_error errors[RAILS_MAX];
+};
+
+static void register_on(void *context, uint32_t i)
 {
-    struct ekv_engine *engine = group->engine;
-    struct rail *rail = &engine->rails[group->rail_first + i];
+    struct registration *all = context;
+    struct rail *rail = &all->engine->rails[all->rails[i]];
+    struct region_rail old = all->region->rails[rail->index];
 
     if (!rail->endpoint)
-        return error_set(&command->error, EKV_ECLOSED, 0, "fi_mr_reg", "the engine is closing");
-    return region_register(command->region, rail, &engine->memory, engine->region_chunk_bytes,
-                           &command->error);
+        all->codes[i] =
+            error_set(&all->errors[i], EKV_ECLOSED, 0, "fi_mr_reg", "the engine is closing");
+    else
+        all->codes[i] = region_register(all->region, rail, &all->engine->memory,
+                                        all->engine->region_chunk_bytes, &all->errors[i]);
+    if (all->codes[i] == EKV_OK && all->rotate)
+        region_rail_close(&old);
+}
+
+/* A device pins and maps a large region for seconds, each by itself: so all do it at
+ * the same time, in threads of their own while this one waits. */
+static void group_register(struct group *group, struct command *command, bool rotate)
+{
+    struct region *region = command->region;
+    struct registration *all = calloc(1, sizeof *all);
+
+    if (!all) {
+        command->code = error_set(&command->error, EKV_ENOMEM, 0, "fi_mr_reg", "out of memory");
+        return;
+    }
+    all->engine = group->engine;
+    all->region = region;
+    all->rotate = rotate;
+    for (uint32_t r = group->rail_first; r < group->rail_first + group->rail_count; r++)
+        if (region->reach.rails >> r & 1) {
+            all->errors[all->count].struct_size = sizeof all->errors[0];
+            all->rails[all->count++] = r;
+        }
+    if (region->end - region->begin >= CONTROL_PARALLEL_BYTES)
+        parallel_each(all->count, register_on, all);
+    else
+        for (uint32_t i = 0; i < all->count; i++)
+            register_on(all, i);
+    command->code = EKV_OK;
+    for (uint32_t i = 0; i < all->count && command->code == EKV_OK; i++) {
+        command->code = all->codes[i];
+        command->error = all->errors[i];
+    }
+    free(all);
 }
 
 static void command_register(struct group *group, struct command *command)
 {
-    command->code = EKV_OK;
-    for (uint32_t i = 0; i < group->rail_count && command->code == EKV_OK; i++)
-        command->code = register_on(group, command, i);
+    group_register(group, command, false);
 }
 
 static void command_deregister(struct group *group, struct command *command)
@@ -64,16 +119,7 @@ static void command_deregister(struct group *group, struct command *command)
 /* New keys first, so that a refusal leaves the old ones as they were. */
 static void command_rotate(struct group *group, struct command *command)
 {
-    struct region *region = command->region;
-
-    command->code = EKV_OK;
-    for (uint32_t i = 0; i < group->rail_count && command->code == EKV_OK; i++) {
-        struct region_rail old = region->rails[group->rail_first + i];
-
-        command->code = register_on(group, command, i);
-        if (command->code == EKV_OK)
-            region_rail_close(&old);
-    }
+    group_register(group, command, true);
 }
 
 static int memory_check(const ekv_memory *memory, ekv_error *error)
@@ -94,6 +140,25 @@ static int memory_check(const ekv_memory *memory, ekv_error *error)
     return EKV_OK;
 }
 
+/* Which rails serve a region: of GPU memory by the GPU's place on the PCI bus, of host
+ * memory by its NUMA node. */
+static void region_place(const struct ekv_engine *engine, const ekv_memory *memory,
+                         struct region *region)
+{
+    bool is_device = memory->kind == EKV_MEMORY_CUDA || memory->place[0];
+    struct place places[TOPOLOGY_RAILS_MAX];
+    struct place place = {.numa_node = -1};
+
+    if (memory->place[0])
+        place_of_pci(engine->sysfs_root, memory->place, &place);
+    else if (!is_device)
+        place.numa_node = place_node_of_memory(region->begin, region->end - region->begin);
+    for (uint32_t i = 0; i < engine->rail_count; i++)
+        places[i] = engine->rails[i].place;
+    topology_plan(places, engine->rail_count, &place, is_device, engine->register_everywhere,
+                  &region->reach);
+}
+
 static int region_add(struct ekv_engine *engine, const ekv_memory *memory, ekv_region_id *id,
                       ekv_error *error)
 {
@@ -106,7 +171,10 @@ static int region_add(struct ekv_engine *engine, const ekv_memory *memory, ekv_r
                          "all %u regions are in use (max_regions), or out of memory",
                          engine->memory.capacity);
     command.region = region;
+    region_place(engine, memory, region);
     code = control_call_all(engine, &command, error);
+    if (code == EKV_OK && !region->reach.bound)
+        region_place(engine, memory, region); /* now its pages are there */
     *id = identifier_make(IDENTIFIER_REGION, engine->tag, region->generation,
                           memory_index(&engine->memory, region));
     if (code == EKV_OK)
@@ -133,6 +201,7 @@ int ekv_region_add(struct ekv_engine *engine, const ekv_memory *given, ekv_regio
         return code;
     if (!region || struct_import(&memory, sizeof memory, given) != EKV_OK)
         code = error_set(error, EKV_EINVAL, 0, "ekv_region_add", "an argument is missing");
+    memory.place[sizeof memory.place - 1] = '\0';
     if (code == EKV_OK)
         code = memory_check(&memory, error);
     if (code == EKV_OK)
@@ -148,7 +217,9 @@ static size_t region_export_keys(const struct ekv_engine *engine, const struct r
     size_t stride = capacity ? struct_stride(keys) : 0;
     size_t found = 0;
 
-    for (uint32_t rail = 0; rail < engine->rail_count; rail++) {
+    /* The nearest first: peers pair their own nearest with them. */
+    for (uint32_t seat = 0; seat < engine->rail_count; seat++) {
+        uint32_t rail = reach_rail_at(&region->reach, engine->rail_count, seat);
         const struct region_rail *side = &region->rails[rail];
 
         for (uint32_t i = 0; i < side->count; i++, found++) {

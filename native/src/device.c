@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "error.h"
+#include "place.h"
 
 /* fabric_attr.prov_version of the oldest EFA provider that uses the device's own RDMA
  * on every instance type: libfabric 1.18 calls its providers 118.0. */
@@ -229,43 +230,27 @@ void device_list_close(struct device_list *list, const struct fabric *fabric)
     list->count = 0;
 }
 
-static bool sysfs_read_number(const char *path, long *number)
+static void device_describe_place(const struct fi_info *info, const char *sysfs_root, ekv_nic *nic,
+                                  struct place *place)
 {
-    FILE *file = fopen(path, "re");
-    bool good = file && fscanf(file, "%ld", number) == 1;
-
-    if (file)
-        fclose(file);
-    return good;
-}
-
-static void device_describe_place(const struct fi_info *info, ekv_nic *nic)
-{
-    char path[160];
-    long number;
-
-    nic->numa_node = -1;
     if (info->nic && info->nic->bus_attr && info->nic->bus_attr->bus_type == FI_BUS_PCI) {
         const struct fi_pci_attr *pci = &info->nic->bus_attr->attr.pci;
 
         snprintf(nic->pci, sizeof nic->pci, "%04x:%02x:%02x.%x", pci->domain_id, pci->bus_id,
                  pci->device_id, pci->function_id);
-        snprintf(path, sizeof path, "/sys/bus/pci/devices/%s/numa_node", nic->pci);
+        place_of_pci(sysfs_root, nic->pci, place);
     } else {
-        snprintf(path, sizeof path, "/sys/class/net/%s/device/numa_node", nic->name);
+        place_of_interface(sysfs_root, nic->name, nic->pci, place);
     }
-    if (sysfs_read_number(path, &number))
-        nic->numa_node = (int32_t)number;
-    if (info->nic && info->nic->link_attr && info->nic->link_attr->speed) {
+    nic->numa_node = place->numa_node;
+    if (info->nic && info->nic->link_attr && info->nic->link_attr->speed)
         nic->speed_bits_per_second = info->nic->link_attr->speed;
-        return;
-    }
-    snprintf(path, sizeof path, "/sys/class/net/%s/speed", nic->name);
-    if (sysfs_read_number(path, &number) && number > 0)
-        nic->speed_bits_per_second = (uint64_t)number * 1000000;
+    else
+        nic->speed_bits_per_second = place_interface_speed(sysfs_root, nic->name);
 }
 
-void device_describe(const struct fi_info *info, ekv_nic *nic)
+void device_describe(const struct fi_info *info, const char *sysfs_root, ekv_nic *nic,
+                     struct place *place)
 {
     uint64_t mode = (uint64_t)info->domain_attr->mr_mode;
 
@@ -286,5 +271,5 @@ void device_describe(const struct fi_info *info, ekv_nic *nic)
      * provider checks once and then receives into the buffer for as long as it takes. */
     if (strncmp(nic->provider, "efa", 3) == 0)
         nic->flags |= EKV_NIC_FENCES;
-    device_describe_place(info, nic);
+    device_describe_place(info, sysfs_root, nic, place);
 }

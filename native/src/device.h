@@ -4,6 +4,7 @@
 #define EKV_DEVICE_H
 
 #include "fabric.h"
+#include "topology.h"
 
 #define DEVICES_MAX 64u
 
@@ -16,7 +17,9 @@ int device_list_open(struct device_list *list, const struct fabric *fabric,
                      const ekv_options *options, ekv_error *error);
 void device_list_close(struct device_list *list, const struct fabric *fabric);
 
-/* Name, fabric, provider, PCI, NUMA node, speed and the fixed behaviour flags. */
-void device_describe(const struct fi_info *info, ekv_nic *nic);
+/* Name, fabric, provider, PCI, NUMA node, speed and the fixed behaviour flags; where the
+ * device is, from a sysfs that may be mounted elsewhere. */
+void device_describe(const struct fi_info *info, const char *sysfs_root, ekv_nic *nic,
+                     struct place *place);
 
 #endif

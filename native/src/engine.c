@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <assert.h>
 #include <errno.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -22,7 +23,12 @@
 #define ENGINE_LOG_RECORDS 512u
 #define ENGINE_TRACE_RECORDS 4096u
 #define ENGINE_NOTICES 16384u
-#define ENGINE_RAILS_PER_GROUP 16u
+/* One thread hands over some 1.5 million descriptors a second, that is what about eight
+ * rails of 100 Gbit/s carry at 64 KiB, and two GPUs' rails of a p5: a region's rails lie
+ * in one group or two.  Threads spin while they have work, so they take no more than a
+ * quarter of the processors; the server's own need the rest. */
+#define ENGINE_RAILS_PER_GROUP 8u
+#define ENGINE_PROCESSORS_PER_GROUP 4u
 
 int engine_enter(struct ekv_engine *engine, ekv_error *error)
 {
@@ -176,6 +182,44 @@ static void group_open_rails(struct group *group, struct command *command)
     }
 }
 
+static uint32_t groups_by_default(uint32_t rail_count)
+{
+    uint32_t groups = (rail_count + ENGINE_RAILS_PER_GROUP - 1) / ENGINE_RAILS_PER_GROUP;
+    cpu_set_t usable;
+    uint32_t most = 1;
+
+    if (sched_getaffinity(0, sizeof usable, &usable) == 0)
+        most = (uint32_t)CPU_COUNT(&usable) / ENGINE_PROCESSORS_PER_GROUP;
+    if (groups > most)
+        groups = most;
+    return groups ? groups : 1;
+}
+
+/* Opens every group's rails, all groups at the same time. */
+static int engine_open_rails(struct ekv_engine *engine, const ekv_options *options,
+                             struct device_list *devices, ekv_error *error)
+{
+    struct open_rails opens[GROUPS_MAX];
+    int code = EKV_OK;
+
+    for (uint32_t i = 0; i < engine->group_count; i++) {
+        opens[i] = (struct open_rails){.command = {.run = group_open_rails},
+                                       .devices = devices,
+                                       .max_in_flight = options->max_in_flight};
+        group_send(&engine->groups[i], &opens[i].command);
+    }
+    for (uint32_t i = 0; i < engine->group_count; i++) {
+        int answer = group_await(&engine->groups[i], &opens[i].command);
+
+        if (answer == EKV_OK || code != EKV_OK)
+            continue;
+        code = answer;
+        if (error)
+            struct_export(error, &opens[i].command.error, sizeof opens[i].command.error);
+    }
+    return code;
+}
+
 static int engine_start_groups(struct ekv_engine *engine, const ekv_options *options,
                                struct device_list *devices, ekv_error *error)
 {
@@ -183,7 +227,7 @@ static int engine_start_groups(struct ekv_engine *engine, const ekv_options *opt
     uint32_t next = 0;
 
     if (wanted == 0)
-        wanted = (devices->count + ENGINE_RAILS_PER_GROUP - 1) / ENGINE_RAILS_PER_GROUP;
+        wanted = groups_by_default(devices->count);
     if (wanted > devices->count)
         wanted = devices->count;
     if (wanted > GROUPS_MAX)
@@ -199,20 +243,12 @@ static int engine_start_groups(struct ekv_engine *engine, const ekv_options *opt
         next += group->rail_count;
     }
     for (uint32_t i = 0; i < wanted; i++) {
-        struct open_rails open = {.command = {.run = group_open_rails},
-                                  .devices = devices,
-                                  .max_in_flight = options->max_in_flight};
         int code = group_start(&engine->groups[i], error);
 
-        if (code == EKV_OK) {
-            code = group_call(&engine->groups[i], &open.command);
-            if (code != EKV_OK && error)
-                struct_export(error, &open.command.error, sizeof open.command.error);
-        }
         if (code != EKV_OK)
             return code;
     }
-    return EKV_OK;
+    return engine_open_rails(engine, options, devices, error);
 }
 
 /* Stops the threads and frees everything; rails must be closed or never opened. */
@@ -236,6 +272,7 @@ static void engine_free(struct ekv_engine *engine)
     pthread_mutex_destroy(&engine->event_lock);
     pthread_mutex_destroy(&engine->nic_lock);
     free(engine->rails);
+    free(engine->sysfs_root);
     free(engine);
 }
 
@@ -252,6 +289,9 @@ static struct ekv_engine *engine_make(const ekv_options *options)
     engine->near = options->near != 0;
     engine->stripe_bytes = options->stripe_bytes ? options->stripe_bytes : ENGINE_STRIPE_BYTES;
     engine->region_chunk_bytes = options->region_chunk_bytes;
+    engine->register_everywhere = options->register_everywhere != 0;
+    if (options->sysfs_root && options->sysfs_root[0])
+        engine->sysfs_root = strdup(options->sysfs_root);
     engine->spin_ns = or_default(options->spin_us, ENGINE_SPIN_US) * NS_PER_US;
     engine->event_fd = -1;
     engine->gate.fd = -1;
@@ -259,10 +299,19 @@ static struct ekv_engine *engine_make(const ekv_options *options)
     pthread_mutex_init(&engine->nic_lock, NULL);
     if (!log_open(&engine->log, ENGINE_LOG_RECORDS)) {
         log_close(&engine->log);
+        free(engine->sysfs_root);
         free(engine);
         return NULL;
     }
     return engine;
+}
+
+static void engine_describe_rail(const struct ekv_engine *engine, const ekv_options *options,
+                                 const struct fi_info *info, struct rail *rail)
+{
+    device_describe(info, engine->sysfs_root, &rail->nic, &rail->place);
+    rail->budget.bytes_max = options->device_bytes_max;
+    rail->budget.entries_max = options->device_entries_max;
 }
 
 static int engine_open_parts(struct ekv_engine *engine, const ekv_options *options,
@@ -284,7 +333,7 @@ static int engine_open_parts(struct ekv_engine *engine, const ekv_options *optio
     code = engine_allocate(engine, options, devices.count, error);
     if (code == EKV_OK) {
         for (uint32_t i = 0; i < devices.count; i++)
-            device_describe(devices.infos[i], &engine->rails[i].nic);
+            engine_describe_rail(engine, options, devices.infos[i], &engine->rails[i]);
         code = engine_start_groups(engine, options, &devices, error);
     }
     if (code == EKV_OK)

@@ -73,6 +73,7 @@ struct group {
     _Atomic bool commands_waiting;
     _Atomic bool stop;
     _Atomic bool sleeping;
+    _Atomic uint64_t called_ns; /* since when another group waits for it; 0: none does */
     int wake_fd;
 
     struct job **active; /* jobs with something to post here */
@@ -122,6 +123,8 @@ struct ekv_engine {
     bool near;
     uint64_t stripe_bytes;
     uint64_t region_chunk_bytes;
+    bool register_everywhere;
+    char *sysfs_root; /* owned, NULL: /sys */
     uint64_t spin_ns;
     _Atomic bool closing;
     _Atomic uint32_t entered; /* calls inside, so that close can wait for them */
@@ -157,8 +160,11 @@ struct ekv_engine {
 int group_start(struct group *group, ekv_error *error);
 void group_stop(struct group *group);
 void group_wake(struct group *group);
-/* Runs a command in the group's thread and waits for it. */
+/* Runs a command in the group's thread and waits for it; or in two steps, so that
+ * several groups work at the same time. */
 int group_call(struct group *group, struct command *command);
+void group_send(struct group *group, struct command *command);
+int group_await(struct group *group, struct command *command);
 /* The group's own thread: takes a job (back) into the list of those to post. */
 void group_activate(struct group *group, struct job *job);
 /* The group's own thread: takes a job out of its submission ring. */
@@ -174,6 +180,9 @@ bool group_post(struct group *group, uint64_t now_ns);
 /* The address of a peer's NIC on a rail, inserted when first used; with the peer's lock
  * held for reading. */
 bool group_path(struct peer *peer, struct rail *rail, uint32_t nic, fi_addr_t *address);
+/* peers.c: where the provider serves only those it knows, makes all of a peer's NICs
+ * known to a rail; in the rail's thread, with the peer's lock held for reading. */
+void rail_meet(struct rail *rail, struct peer *peer);
 void operation_begin(struct rail *rail, struct operation *operation);
 
 /* settle.c: from completions to job outcomes. */

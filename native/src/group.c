@@ -36,7 +36,7 @@ void group_wake(struct group *group)
         ;
 }
 
-int group_call(struct group *group, struct command *command)
+void group_send(struct group *group, struct command *command)
 {
     command->done = false;
     command->next = NULL;
@@ -50,11 +50,21 @@ int group_call(struct group *group, struct command *command)
     atomic_store(&group->commands_waiting, true);
     pthread_mutex_unlock(&group->command_lock);
     group_wake(group);
+}
+
+int group_await(struct group *group, struct command *command)
+{
     pthread_mutex_lock(&group->command_lock);
     while (!command->done)
         pthread_cond_wait(&group->command_done, &group->command_lock);
     pthread_mutex_unlock(&group->command_lock);
     return command->code;
+}
+
+int group_call(struct group *group, struct command *command)
+{
+    group_send(group, command);
+    return group_await(group, command);
 }
 
 static bool group_run_commands(struct group *group)
@@ -114,6 +124,7 @@ void group_accept_job(struct group *group, struct job *job)
     bool settled;
 
     pthread_mutex_lock(&job->lock);
+    job->called_groups &= ~(1u << group->index);
     settled = job->stage == JOB_SETTLED;
     if (!settled && !job->live && job_home(engine, job) == group) {
         job->live = true;
@@ -207,6 +218,8 @@ static void *group_main(void *argument)
         bool worked = group_run_commands(group);
 
         group->round++;
+        if (atomic_load_explicit(&group->called_ns, memory_order_relaxed))
+            atomic_store_explicit(&group->called_ns, 0, memory_order_relaxed);
         worked |= group_take_submissions(group);
         rail_guard_enter(first);
         worked |= group_drain(group, now_ns);

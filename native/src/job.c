@@ -64,6 +64,7 @@ static void job_reset(struct job *job)
     job->notice_status = EKV_EBUSY;
     job->first_posted = false;
     job->stray = false;
+    job->called_groups = 0;
     job->text[0] = '\0';
     atomic_store(&job->bytes, 0);
     atomic_store(&job->descriptors, 0);

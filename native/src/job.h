@@ -73,7 +73,8 @@ struct job {
     bool notice_over;     /* sent, or given up */
     uint32_t region_last; /* the region used last, of those in regions */
     bool first_posted;
-    bool stray; /* a write failed where that proves nothing */
+    bool stray;             /* a write failed where that proves nothing */
+    uint32_t called_groups; /* one bit per group in whose ring it lies */
     char text[160];
 
     /* Written under lock, read by anybody. */

@@ -175,13 +175,48 @@ static int region_register_chunks(struct region *region, struct rail *rail, stru
     return 0;
 }
 
+static int region_refused(const struct region *region, const struct rail *rail, int answer,
+                          ekv_error *error)
+{
+    char held[192];
+
+    budget_describe(&rail->budget, held, sizeof held);
+    return error_set(error, EKV_EREGISTER, -answer, "fi_mr_reg",
+                     "%s refused to register %llu bytes at 0x%llx: %s. This engine has already "
+                     "registered %s with it%s. Check the memlock limit (ulimit -l) and that the "
+                     "memory is mapped",
+                     rail->nic.name, (unsigned long long)(region->end - region->begin),
+                     (unsigned long long)region->begin, rail_strerror(rail, answer), held,
+                     rail->budget.bytes ? ", and a device takes only so much in total" : "");
+}
+
+static int region_over_budget(const struct region *region, const struct rail *rail,
+                              uint64_t entries, ekv_error *error)
+{
+    char held[192];
+
+    budget_describe(&rail->budget, held, sizeof held);
+    return error_set(error, EKV_EREGISTER, 0, "ekv_region_add",
+                     "%s has no room for %llu bytes (%llu page-table entries) at 0x%llx: this "
+                     "engine has already registered %s with it. Register less, or raise "
+                     "device_bytes_max or device_entries_max if the device takes more",
+                     rail->nic.name, (unsigned long long)(region->end - region->begin),
+                     (unsigned long long)entries, (unsigned long long)region->begin, held);
+}
+
 int region_register(struct region *region, struct rail *rail, struct memory *memory,
                     uint64_t chunk_limit_bytes, ekv_error *error)
 {
     uint64_t length = region->end - region->begin;
     uint64_t chunk_bytes = length;
+    uint64_t entries =
+        budget_entries(region->begin, length,
+                       region->reach.bound ? BUDGET_DEVICE_PAGE_BYTES : BUDGET_HOST_PAGE_BYTES);
     struct region_rail made;
     int answer;
+
+    if (!budget_allows(&rail->budget, length, entries))
+        return region_over_budget(region, rail, entries, error);
 
     if (chunk_limit_bytes && chunk_limit_bytes < chunk_bytes)
         chunk_bytes = chunk_limit_bytes;
@@ -192,11 +227,11 @@ int region_register(struct region *region, struct rail *rail, struct memory *mem
         answer = region_register_chunks(region, rail, memory, chunk_bytes, &made);
     }
     if (answer != 0)
-        return error_set(error, EKV_EREGISTER, -answer, "fi_mr_reg",
-                         "%s refused to register %llu bytes at 0x%llx: %s. Check the memlock "
-                         "limit (ulimit -l) and that the memory is mapped",
-                         rail->nic.name, (unsigned long long)length,
-                         (unsigned long long)region->begin, rail_strerror(rail, answer));
+        return region_refused(region, rail, answer, error);
+    made.rail = rail;
+    made.bytes = length;
+    made.entries = entries;
+    budget_take(&rail->budget, length, entries, made.count);
     pthread_rwlock_wrlock(&memory->lock);
     region->rails[rail->index] = made;
     pthread_rwlock_unlock(&memory->lock);
@@ -205,8 +240,10 @@ int region_register(struct region *region, struct rail *rail, struct memory *mem
 
 void region_rail_close(struct region_rail *keys)
 {
-    if (keys->chunks)
+    if (keys->chunks) {
+        budget_give(&keys->rail->budget, keys->bytes, keys->entries, keys->count);
         chunks_close(keys->chunks, keys->count);
+    }
     *keys = (struct region_rail){0};
 }
 

@@ -13,6 +13,7 @@
 
 #include "efa_kv.h"
 #include "range.h"
+#include "topology.h"
 
 struct rail;
 
@@ -24,6 +25,9 @@ struct region_chunk {
 };
 
 struct region_rail {
+    struct rail *rail;
+    uint64_t bytes; /* what it takes of the rail's budget */
+    uint64_t entries;
     struct region_chunk *chunks;
     uint32_t count;
     uint64_t chunk_bytes;
@@ -43,6 +47,7 @@ struct region {
     uint32_t access;
     uint64_t begin;
     uint64_t end;
+    struct reach reach; /* which rails, and how near they are */
     struct region_rail *rails;
     uint64_t near_key;           /* for neighbours, see gate.h; 0: not offered */
     _Atomic uint32_t jobs;       /* jobs that may still touch it */
@@ -75,8 +80,8 @@ uint32_t memory_index(const struct memory *memory, const struct region *region);
 /* By id; with `lock` held by the caller. */
 struct region *memory_find(struct memory *memory, uint8_t tag, ekv_region_id id);
 
-/* Registers on one rail, in that rail's thread. The keys become valid in the region
- * only when everything succeeded. */
+/* Registers on one rail, in that rail's thread or while it waits. The keys become valid in the
+ * region only when everything succeeded. */
 int region_register(struct region *region, struct rail *rail, struct memory *memory,
                     uint64_t chunk_limit_bytes, ekv_error *error);
 void region_rail_close(struct region_rail *keys);

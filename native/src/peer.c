@@ -33,6 +33,7 @@ static void remote_region_free(struct remote_region *region)
         return;
     free(region->keys);
     free(region->first_key);
+    free(region->nics);
     free(region);
 }
 
@@ -190,6 +191,19 @@ bool peer_nic_matches(const ekv_nic *ours, const ekv_nic *theirs, bool is_ip)
            theirs->address_length > 0 && theirs->address_length <= EKV_ADDRESS_BYTES;
 }
 
+static void remote_region_list_nics(struct remote_region *region, uint32_t nic_count,
+                                    const ekv_remote_key *keys, size_t key_count)
+{
+    for (size_t i = 0; i < key_count; i++) {
+        uint32_t at = 0;
+
+        while (at < region->nic_count && region->nics[at] != keys[i].nic)
+            at++;
+        if (at == region->nic_count && keys[i].nic < nic_count)
+            region->nics[region->nic_count++] = keys[i].nic;
+    }
+}
+
 static struct remote_region *remote_region_make(const struct peer *peer, uint64_t id,
                                                 uint64_t begin, uint64_t length,
                                                 const ekv_remote_key *keys, size_t key_count)
@@ -204,7 +218,8 @@ static struct remote_region *remote_region_make(const struct peer *peer, uint64_
     region->end = begin + length;
     region->keys = calloc(key_count ? key_count : 1, sizeof *region->keys);
     region->first_key = calloc(peer->nic_count + 1, sizeof *region->first_key);
-    if (!region->keys || !region->first_key) {
+    region->nics = calloc(peer->nic_count ? peer->nic_count : 1, sizeof *region->nics);
+    if (!region->keys || !region->first_key || !region->nics) {
         remote_region_free(region);
         return NULL;
     }
@@ -228,6 +243,7 @@ static struct remote_region *remote_region_make(const struct peer *peer, uint64_
         }
     }
     region->first_key[peer->nic_count] = filled;
+    remote_region_list_nics(region, peer->nic_count, keys, key_count);
     for (size_t i = 0; i < key_count; i++)
         if (keys[i].nic == EKV_KEY_NEAR)
             region->near_key = keys[i].key;
@@ -365,6 +381,18 @@ void path_fail(struct path *path, uint64_t now_ns)
     path->state = PATH_FAILED;
     path->failures++;
     path->retry_ns = now_ns + rest_ns;
+}
+
+void peer_path_fail(struct peer *peer, uint32_t rail, uint32_t nic, int code, uint64_t now_ns)
+{
+    struct path *paths = peer->rails[rail].paths;
+
+    if (ekv_code_class(code) != EKV_CLASS_LOCAL) {
+        path_fail(&paths[nic], now_ns);
+        return;
+    }
+    for (uint32_t n = 0; n < peer->nic_count; n++)
+        path_fail(&paths[n], now_ns);
 }
 
 void path_succeed(struct path *path)

@@ -30,10 +30,14 @@ struct path {
     uint64_t retry_ns; /* not used before, unless nothing else is left */
 };
 
+/* How a rail stood with a peer when its group last looked, for the other groups. */
+enum standing { STANDING_READY = 0, STANDING_FULL, STANDING_OUT };
+
 /* What one rail knows about a peer. */
 struct peer_rail {
-    struct path *paths; /* one per NIC */
-    bool compatible;    /* some NIC of the peer is on this rail's fabric */
+    struct path *paths;   /* one per NIC */
+    _Atomic int standing; /* written by the rail's group, read by all */
+    bool compatible;      /* some NIC of the peer is on this rail's fabric */
     uint32_t in_flight;
     uint64_t settled_ns;  /* last time something of this peer settled here */
     uint64_t again_round; /* round of the group in which the provider was full for it */
@@ -56,6 +60,8 @@ struct remote_region {
     uint64_t near_key; /* for the short way between processes; 0: the owner offers none */
     struct remote_key *keys;
     uint32_t *first_key; /* per NIC, with one more at the end */
+    uint32_t *nics;      /* those with a key, as first named: the peer's nearest first */
+    uint32_t nic_count;
 };
 
 enum peer_state { PEER_FREE = 0, PEER_OPENING, PEER_READY, PEER_REMOVING };
@@ -121,6 +127,9 @@ const struct remote_key *remote_key_at(const struct remote_region *region, uint3
 int peer_choose_nic(const struct peer *peer, uint32_t rail, uint64_t now_ns, bool desperate);
 
 void path_fail(struct path *path, uint64_t now_ns);
+/* After a failure on the way from a rail to a NIC: a fault on our side is the rail's,
+ * whichever NIC it was on the way to, so all its paths to the peer rest. */
+void peer_path_fail(struct peer *peer, uint32_t rail, uint32_t nic, int code, uint64_t now_ns);
 void path_succeed(struct path *path);
 
 #endif

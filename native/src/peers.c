@@ -15,6 +15,19 @@
 #define PEER_NICS_MAX 256u
 #define REMOTE_KEYS_MAX (1u << 20)
 
+/* EFA drops what comes from an address that the target has not inserted.  Regions have
+ * keys on some rails only, and paths fail, so any pair may be the one that is used. */
+void rail_meet(struct rail *rail, struct peer *peer)
+{
+    fi_addr_t address;
+
+    if (strncmp(rail->nic.provider, "efa", 3) != 0)
+        return;
+    for (uint32_t n = 0; n < peer->nic_count; n++)
+        if (peer->rails[rail->index].paths[n].usable)
+            group_path(peer, rail, n, &address);
+}
+
 /* Says which NICs can talk to which rail, and resolves the aligned pairs at once. */
 static void command_resolve(struct group *group, struct command *command)
 {
@@ -43,10 +56,20 @@ static void command_resolve(struct group *group, struct command *command)
                           "rail %u: the address of NIC %s of a peer "
                           "is refused by the provider",
                           r, peer->nics[nic].name);
+            rail_meet(rail, peer);
         }
     }
     pthread_rwlock_unlock(&peer->lock);
     command->code = (int)usable;
+}
+
+static void command_meet(struct group *group, struct command *command)
+{
+    pthread_rwlock_rdlock(&command->peer->lock);
+    for (uint32_t r = group->rail_first; r < group->rail_first + group->rail_count; r++)
+        rail_meet(&group->engine->rails[r], command->peer);
+    pthread_rwlock_unlock(&command->peer->lock);
+    command->code = EKV_OK;
 }
 
 static int peer_resolve(struct ekv_engine *engine, struct peer *peer, ekv_error *error)
@@ -209,6 +232,11 @@ int ekv_peer_nics(struct ekv_engine *engine, ekv_peer_id id, const ekv_nic *nics
         code = error_set(error, EKV_EINVAL, 0, "ekv_peer_nics",
                          "these are not the %u NICs that the peer was added with, in their order",
                          peer->nic_count);
+    for (uint32_t i = 0; code == EKV_OK && i < engine->group_count; i++) {
+        struct command command = {.run = command_meet, .peer = peer};
+
+        group_call(&engine->groups[i], &command);
+    }
     if (peer)
         peer_let_go(peer);
     free(copies);

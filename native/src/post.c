@@ -8,6 +8,7 @@
 #include <rdma/fi_errno.h>
 #include <string.h>
 
+#include "choice.h"
 #include "clock.h"
 #include "engine.h"
 #include "near_process.h"
@@ -16,9 +17,6 @@
 #define POST_TURN_STRIPES 16u
 #define POST_ROUND_STRIPES 256u
 #define POST_NEAR_TURN_BYTES (UINT64_C(256) << 10)
-/* A peer that has not settled anything for this long gets no more than a few. */
-#define POST_SILENT_NS (500 * NS_PER_MS)
-#define POST_SILENT_LIMIT 4u
 /* A provider that takes nothing at all for a peer for this long cannot reach it. */
 #define POST_UNREACHABLE_NS (3 * NS_PER_SECOND)
 
@@ -28,6 +26,7 @@ struct aim {
     uint32_t nic;
     fi_addr_t address;
     struct region *region;
+    const struct remote_region *remote;
     void *descriptor;
     uint64_t remote_address;
     uint64_t key;
@@ -78,64 +77,13 @@ void operation_begin(struct rail *rail, struct operation *operation)
         side->settled_ns = clock_now_ns();
     if (rail->in_flight++ == 0)
         rail->settled_ns = side->settled_ns;
-    rail->outstanding_bytes += operation->piece.length;
-    rail->carried_bytes += operation->piece.length;
+    counter_add(&rail->outstanding_bytes, operation->piece.length);
+    counter_add(&rail->carried_bytes, operation->piece.length);
     counter_add(&rail->counters.operations_posted, 1);
     peak = atomic_load_explicit(&rail->counters.in_flight_peak, memory_order_relaxed);
     if (rail->in_flight > peak)
         atomic_store_explicit(&rail->counters.in_flight_peak, rail->in_flight,
                               memory_order_relaxed);
-}
-
-static bool rail_has_credit(struct group *group, const struct peer *peer, const struct rail *rail,
-                            uint64_t now_ns)
-{
-    const struct peer_rail *side = &peer->rails[rail->index];
-    uint32_t peers = atomic_load_explicit(&group->engine->peers.count, memory_order_relaxed);
-
-    if (!rail->endpoint || rail->in_flight >= rail->depth)
-        return false;
-    if (side->again_round == group->round)
-        return false;
-    if (side->in_flight >= stripe_peer_limit(rail->depth, rail->in_flight, side->in_flight, peers))
-        return false;
-    return peers <= 1 || side->in_flight < POST_SILENT_LIMIT ||
-           now_ns - side->settled_ns < POST_SILENT_NS;
-}
-
-/* The rail and NIC for the next stripe; false: none has a path and credit.  *hopeless
- * is set when no rail of the group has any path to this peer. */
-static bool aim_choose(struct group *group, const struct peer *peer, uint64_t now_ns,
-                       struct aim *aim, bool *hopeless)
-{
-    struct stripe_rail choices[RAILS_MAX];
-    int nics[RAILS_MAX];
-
-    *hopeless = true;
-    for (int desperate = 0; desperate < 2; desperate++) {
-        bool any_path = false;
-        int chosen;
-
-        for (uint32_t i = 0; i < group->rail_count; i++) {
-            const struct rail *rail = &group->engine->rails[group->rail_first + i];
-
-            nics[i] = rail->endpoint ? peer_choose_nic(peer, rail->index, now_ns, desperate) : -1;
-            any_path |= nics[i] >= 0;
-            choices[i].usable = nics[i] >= 0 && rail_has_credit(group, peer, rail, now_ns);
-            choices[i].outstanding_bytes = rail->outstanding_bytes;
-            choices[i].carried_bytes = rail->carried_bytes;
-        }
-        if (!any_path)
-            continue; /* every path failed lately: probe the one that rested longest */
-        *hopeless = false;
-        chosen = stripe_choose(choices, group->rail_count);
-        if (chosen < 0)
-            return false;
-        aim->rail = &group->engine->rails[group->rail_first + (uint32_t)chosen];
-        aim->nic = (uint32_t)nics[chosen];
-        return true;
-    }
-    return false;
 }
 
 /* The job's region that holds address; usually the one of the stripe before. */
@@ -153,41 +101,60 @@ static struct region *job_region_at(struct memory *memory, struct job *job, uint
     return NULL;
 }
 
-/* Finds the registrations behind the piece and cuts it where either ends.  With the
- * peer's lock held for reading. */
-static int aim_cut(struct group *group, struct job *job, struct aim *aim)
+/* Finds the regions of both sides behind the piece.  With the peer's lock held for
+ * reading. */
+static int aim_find(struct group *group, struct job *job, struct aim *aim)
 {
-    struct memory *memory = &group->engine->memory;
-    const struct remote_region *remote = NULL;
-    const struct remote_key *key = NULL;
+    aim->region = job_region_at(&group->engine->memory, job, aim->piece.local);
+    if (!aim->region)
+        return EKV_EREGION;
+    aim->remote = peer_region_at(job->peer, aim->piece.remote, aim->piece.length);
+    if (!aim->remote)
+        return EKV_EREMOTEREGION;
+    /* A peer changes keys to shut out what was on its way: a job from before must not
+     * come in with the new ones. */
+    return aim->remote->told > job->region_tells ? EKV_EACCESS : EKV_OK;
+}
+
+/* Finds the registrations and cuts the piece where either ends.  With the peer's lock
+ * held for reading. */
+static void aim_cut(struct aim *aim)
+{
+    const struct remote_key *key;
     const struct region_chunk *chunk;
     uint64_t local_left = 0, remote_left = 0;
     uint64_t longest = aim->rail->info->ep_attr->max_msg_size;
 
-    aim->region = job_region_at(memory, job, aim->piece.local);
-    if (!aim->region)
-        return EKV_EREGION;
     chunk = region_chunk_at(aim->region, aim->rail->index, aim->piece.local, &local_left);
-    if (!chunk)
-        return EKV_EREGION;
-    remote = peer_region_at(job->peer, aim->piece.remote, aim->piece.length);
-    if (remote)
-        key = remote_key_at(remote, aim->nic, aim->piece.remote, &remote_left);
-    if (key) {
-        aim->key = key->key;
-        aim->remote_address = key->base + (aim->piece.remote - remote->begin - key->offset_bytes);
-    }
-    if (!key)
-        return EKV_EREMOTEREGION;
-    /* A peer changes keys to shut out what was on its way: a job from before must not
-     * come in with the new ones. */
-    if (remote->told > job->region_tells)
-        return EKV_EACCESS;
+    key = remote_key_at(aim->remote, aim->nic, aim->piece.remote, &remote_left);
+    assert(chunk && key); /* the choice was among rails and NICs that have them */
+    aim->key = key->key;
+    aim->remote_address = key->base + (aim->piece.remote - aim->remote->begin - key->offset_bytes);
     aim->descriptor = chunk->descriptor;
     aim->piece.length = stripe_cut(aim->piece.length, local_left, remote_left);
     if (longest && aim->piece.length > longest)
         aim->piece.length = longest;
-    return EKV_OK;
+}
+
+/* The rail and NIC for the piece; any answer but TURN_POSTED is the end of the turn. */
+static enum turn aim_choose(struct group *group, struct job *job, uint64_t now_ns, struct aim *aim)
+{
+    struct errand errand = {.job = job,
+                            .region = aim->region,
+                            .remote = aim->remote,
+                            .remote_address = aim->piece.remote};
+
+    switch (choose_for_stripe(group, &errand, now_ns, &aim->rail, &aim->nic)) {
+    case CHOICE_MADE:
+        return TURN_POSTED;
+    case CHOICE_WAIT:
+        return TURN_BLOCKED;
+    case CHOICE_ELSEWHERE:
+        return TURN_OVER; /* nothing of it is for this group, until it is called again */
+    default:
+        job_fail(job, EKV_EPEER, 0, "no path to the peer is left on which both sides have keys");
+        return TURN_OVER;
+    }
 }
 
 /* Back-pressure is normal while operations are in flight.  With none in flight it means
@@ -237,9 +204,9 @@ static enum turn operation_posted(struct group *group, struct job *job, const st
         side->again_round = group->round;
         return operation_refused(group, job, side, &side->paths[aim->nic]);
     }
-    path_fail(&side->paths[aim->nic], clock_now_ns());
     counter_add(&rail->counters.operations_failed, 1);
     code = rail_classify(rail, (int)-answer, 0);
+    peer_path_fail(job->peer, rail->index, aim->nic, code, clock_now_ns());
     if (code != EKV_EACCESS && job_has_detour(group, job, clock_now_ns()))
         return TURN_AGAIN;
     job_fail(job, code, (int)-answer, rail_strerror(rail, (int)answer));
@@ -267,7 +234,6 @@ static enum turn job_post_stripe(struct group *group, struct job *job, uint64_t 
     struct operation *operation;
     struct aim aim;
     enum turn turn;
-    bool hopeless;
     int code;
 
     if (retry) {
@@ -278,19 +244,18 @@ static enum turn job_post_stripe(struct group *group, struct job *job, uint64_t 
         job->plan_over = true;
         return TURN_OVER;
     }
-    if (!aim_choose(group, job->peer, now_ns, &aim, &hopeless)) {
-        if (hopeless)
-            job_fail(job, EKV_EPEER, 0, "no path to the peer is left");
-        return hopeless ? TURN_OVER : TURN_BLOCKED;
-    }
-    code = aim_cut(group, job, &aim);
+    code = aim_find(group, job, &aim);
     if (code != EKV_OK) {
         job_fail(job, code, 0,
                  code == EKV_EREGION   ? "a local region went away"
                  : code == EKV_EACCESS ? "the peer changed its keys after the job was submitted"
-                                       : "the peer's region went away or has no key for this NIC");
+                                       : "the peer's region went away");
         return TURN_OVER;
     }
+    turn = aim_choose(group, job, now_ns, &aim);
+    if (turn != TURN_POSTED)
+        return turn;
+    aim_cut(&aim);
     if (!group_path(job->peer, aim.rail, aim.nic, &aim.address))
         return TURN_BLOCKED;
     operation = aim_operation(job, &aim, OPERATION_DATA, now_ns);
@@ -370,8 +335,8 @@ static enum turn job_post_notice(struct group *group, struct job *job, uint64_t 
     ekv_notice notice = job->notice;
     struct operation *operation;
     struct aim aim = {0};
+    enum choice choice;
     enum turn turn;
-    bool hopeless;
 
     if (job->unsettled > 0 || job->notice_over)
         return TURN_OVER; /* it is under way, or given up */
@@ -382,12 +347,13 @@ static enum turn job_post_notice(struct group *group, struct job *job, uint64_t 
         job->notice_over = true;
         return TURN_OVER;
     }
-    if (!aim_choose(group, job->peer, now_ns, &aim, &hopeless)) {
-        if (hopeless)
-            job->notice_status = EKV_EPEER;
-        job->notice_over = hopeless;
-        return hopeless ? TURN_OVER : TURN_BLOCKED;
+    choice = choose_for_message(group, job->peer, now_ns, &aim.rail, &aim.nic);
+    if (choice == CHOICE_HOPELESS) {
+        job->notice_status = EKV_EPEER;
+        job->notice_over = true;
     }
+    if (choice != CHOICE_MADE)
+        return choice == CHOICE_HOPELESS ? TURN_OVER : TURN_BLOCKED;
     if (!group_path(job->peer, aim.rail, aim.nic, &aim.address))
         return TURN_BLOCKED;
     operation = aim_operation(job, &aim, OPERATION_NOTICE, now_ns);

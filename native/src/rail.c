@@ -216,10 +216,11 @@ int rail_open(struct rail *rail, const struct fabric *library, struct log *log,
     atomic_store(&rail->flags, rail->nic.flags);
     log_write(log, LOG_INFO,
               "rail %u: device %s, provider %s, fabric %s, queue depth %u of %u, completion queue "
-              "%u, speed %.1f Gbit/s, NUMA node %d, %s",
+              "%u, speed %.1f Gbit/s, PCI %s, NUMA node %d, %s",
               rail->index, rail->nic.name, rail->nic.provider, rail->nic.fabric, rail->depth,
               rail->nic.provider_queue_depth, rail->nic.completion_queue_size,
-              (double)rail->nic.speed_bits_per_second / 1e9, rail->nic.numa_node,
+              (double)rail->nic.speed_bits_per_second / 1e9,
+              rail->nic.pci[0] ? rail->nic.pci : "unknown", rail->nic.numa_node,
               rail->nic.flags & EKV_NIC_DELIVERY_COMPLETE ? "completion means landed"
                                                           : "writes are flushed");
     return EKV_OK;

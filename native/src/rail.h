@@ -14,11 +14,13 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
+#include "budget.h"
 #include "efa_kv.h"
 #include "fabric.h"
 #include "inflight.h"
 #include "log.h"
 #include "near_process.h"
+#include "topology.h"
 
 /* Written by one thread, read by any. */
 typedef _Atomic uint64_t counter;
@@ -64,6 +66,7 @@ struct rail {
     struct fi_info *info; /* owned */
     uint32_t index;       /* within the engine */
     ekv_nic nic;
+    struct place place;
     _Atomic uint32_t flags; /* nic.flags as they are now */
 
     struct fid_fabric *fabric;
@@ -76,11 +79,12 @@ struct rail {
     struct fid_ep *endpoint;
     int wait_fd; /* -1: this provider cannot wake us */
 
+    struct budget budget;
     uint32_t depth;
     uint32_t in_flight;  /* operations that use credit */
     uint64_t settled_ns; /* when one settled last, or the first of them began */
-    uint64_t outstanding_bytes;
-    uint64_t carried_bytes;
+    counter outstanding_bytes;
+    counter carried_bytes;
     struct inflight inflight;
 
     struct notice_message *messages; /* one per slot, then one for flushes */

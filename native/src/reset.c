@@ -51,6 +51,21 @@ static void rail_forget_paths(struct ekv_engine *engine, const struct rail *rail
     pthread_rwlock_unlock(&engine->peers.lock);
 }
 
+static void rail_meet_all(struct ekv_engine *engine, struct rail *rail)
+{
+    pthread_rwlock_rdlock(&engine->peers.lock);
+    for (uint32_t i = 0; i < engine->peers.used; i++) {
+        struct peer *peer = engine->peers.peers[i];
+
+        if (atomic_load(&peer->state) != PEER_READY)
+            continue;
+        pthread_rwlock_rdlock(&peer->lock);
+        rail_meet(rail, peer);
+        pthread_rwlock_unlock(&peer->lock);
+    }
+    pthread_rwlock_unlock(&engine->peers.lock);
+}
+
 static void rail_trace(struct ekv_engine *engine, const struct rail *rail, uint32_t event)
 {
     ekv_trace_record record = {.event = event, .rail = rail->index};
@@ -102,6 +117,8 @@ static void command_reset(struct group *group, struct command *command)
     rail_close_endpoint(rail);
     rail_forget_paths(engine, rail);
     command->code = rail_reopen(rail, &opened, &command->error);
+    if (command->code == EKV_OK)
+        rail_meet_all(engine, rail);
     rail_publish(engine, rail, command->code == EKV_OK ? &opened : NULL, &command->error);
     /* Only now, so that what fell on the way can go on over the new endpoint. */
     rail_abort(group, rail, EKV_EPEER, "the rail was reset meanwhile",

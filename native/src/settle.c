@@ -111,6 +111,11 @@ bool job_has_detour(struct group *group, const struct job *job, uint64_t now_ns)
             peer_choose_nic(job->peer, rail, now_ns, false) >= 0)
             return true;
     }
+    /* Stripes can go over other groups' rails, a notice stays here. */
+    for (uint32_t r = 0; r < group->engine->rail_count && job->stage == JOB_MOVING; r++)
+        if (r - group->rail_first >= group->rail_count && job->peer->rails[r].compatible &&
+            atomic_load(&job->peer->rails[r].standing) != STANDING_OUT)
+            return true;
     return false;
 }
 
@@ -181,14 +186,14 @@ static void operation_settle(struct group *group, struct rail *rail, struct oper
     side->in_flight--;
     side->settled_ns = rail->settled_ns = now_ns;
     rail->in_flight--;
-    rail->outstanding_bytes -= ended.piece.length;
+    counter_add(&rail->outstanding_bytes, 0 - ended.piece.length);
     counter_add(&rail->counters.operations_settled, 1);
     if (outcome->code == EKV_OK) {
         path_succeed(path);
     } else {
         counter_add(&rail->counters.operations_failed, 1);
         if (outcome->code != EKV_EACCESS && !outcome->blameless)
-            path_fail(path, now_ns);
+            peer_path_fail(ended.peer, rail->index, ended.nic, outcome->code, now_ns);
     }
     inflight_give(&rail->inflight, operation, outcome->code == EKV_OK ? 0 : now_ns);
     if (ended.region)

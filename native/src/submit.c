@@ -254,6 +254,8 @@ static int submission_queue(struct submission *submission, ekv_job_id *id)
 
     *id = job->id;
     trace_job(engine, EKV_TRACE_SUBMITTED, job, 0);
+    /* Before the first of them sees it, so that it leaves the others their part. */
+    job->called_groups = (uint32_t)((UINT64_C(1) << engine->group_count) - 1);
     for (uint32_t i = 0; i < engine->group_count; i++)
         if (&engine->groups[i] != home)
             job_hold(&engine->jobs, job);
@@ -269,10 +271,14 @@ static int submission_queue(struct submission *submission, ekv_job_id *id)
 
         if (group == home)
             continue;
-        if (ring_push(&group->submissions, SUBMISSION_JOB | job->index))
+        if (ring_push(&group->submissions, SUBMISSION_JOB | job->index)) {
             group_wake(group);
-        else
-            job_drop(&engine->jobs, job); /* the others carry it alone */
+        } else { /* it is called again when it is needed */
+            pthread_mutex_lock(&job->lock);
+            job->called_groups &= ~(1u << group->index);
+            pthread_mutex_unlock(&job->lock);
+            job_drop(&engine->jobs, job);
+        }
     }
     return EKV_OK;
 }

@@ -5,12 +5,13 @@
 #include "check.h"
 #include "efa_kv.h"
 
-#define SIDE_KEYS_MAX 64u
+#define SIDE_KEYS_MAX 128u
+#define SIDE_NICS_MAX 64u
 
 /* What one engine tells another about itself. */
 struct card {
     uint64_t incarnation;
-    ekv_nic nics[16];
+    ekv_nic nics[SIDE_NICS_MAX];
     size_t nic_count;
     uint64_t region;
     uint64_t address;
@@ -63,11 +64,11 @@ static inline void pair_card(ekv_engine *engine, uint64_t incarnation, ekv_regio
     keys[0].struct_size = sizeof keys[0];
     card->nics[0].struct_size = sizeof card->nics[0];
     card->incarnation = incarnation;
-    CHECK_INT(ekv_engine_rails(engine, card->nics, 16, &card->nic_count), EKV_OK);
+    CHECK_INT(ekv_engine_rails(engine, card->nics, SIDE_NICS_MAX, &card->nic_count), EKV_OK);
     CHECK_INT(ekv_region_keys(engine, region, keys, SIDE_KEYS_MAX, &card->key_count), EKV_OK);
     card->gate.struct_size = sizeof card->gate;
     ekv_engine_gate(engine, &card->gate);
-    CHECK(card->nic_count <= 16 && card->key_count <= SIDE_KEYS_MAX);
+    CHECK(card->nic_count <= SIDE_NICS_MAX && card->key_count <= SIDE_KEYS_MAX);
     card->region = region;
     card->address = (uint64_t)(uintptr_t)memory;
     card->length = length;
