@@ -17,9 +17,9 @@ from efa_kv.config_mooncake import PEER_TO_PEER, MooncakeSettings, mooncake_sett
 from efa_kv.errors import ConfigError, EfaKvError, PeerUnreachable
 from efa_kv.mooncake.memory import MemoryBook
 from efa_kv.mooncake.names import FAILED, OK, TransferNotify
-from efa_kv.mooncake.notes import NoteBook
 from efa_kv.mooncake.transfer import Quarantine, Transfer, pieces, refresh
 from efa_kv.runtime import engine as runtime
+from efa_kv.runtime.notes import NoteBook
 from efa_kv.runtime.ports import MOONCAKE, free_port, who_listens
 from efa_kv.runtime.rendezvous import resolve_own
 from efa_kv.types import RailCounters
@@ -254,7 +254,7 @@ class EngineBase:
         try:
             state = self._need()
             peer = state.engine.connect(session)
-            state.notes.deliver(peer, note, state.engine.config.handshake_timeout_s)
+            state.notes.deliver(peer, note.name, note.msg, state.engine.config.handshake_timeout_s)
         except (EfaKvError, RuntimeError, ValueError) as problem:
             _log.error("the note %r for %s was not delivered: %s", note.name, session, problem)
             return FAILED

@@ -287,7 +287,8 @@ class TransferEngine(EngineBase):
     def get_notifies(self) -> list[TransferNotify]:
         """Notes that peers sent behind their transfers, each once."""
         state = self._state
-        return [] if state is None else state.notes.take()
+        notes = [] if state is None else state.notes.take()
+        return [TransferNotify(note.name, note.text) for note in notes]
 
     def get_local_topology(self, device_name: str | None = None) -> str:
         """JSON: which network devices are near each NUMA node, and which are not. [blocks]"""

@@ -13,8 +13,9 @@ import time
 from collections import OrderedDict, deque
 from typing import Final
 
+import msgspec
+
 from efa_kv.errors import FabricBusy, TransferTimeout
-from efa_kv.mooncake.names import TransferNotify
 from efa_kv.runtime.control import SessionHandle, SessionState
 from efa_kv.runtime.engine import Peer, TransferEngine
 from efa_kv.types import Result
@@ -34,42 +35,50 @@ _SEEN_MAX: Final = 16384
 _RESEND_S: Final = 0.5
 
 
+class Received(msgspec.Struct, frozen=True):
+    """A note of a peer; ``sender`` is the incarnation of its engine."""
+
+    sender: int
+    name: str
+    text: str
+
+
 class NoteBook:
-    """The notes of one engine."""
+    """The notes of one engine; give it to `TransferEngine.add_handler` before the start."""
 
     message_types: tuple[type[Message], ...] = NOTE_TYPES
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
         self._numbers = itertools.count(1)
-        self._kept: deque[TransferNotify] = deque()
+        self._kept: deque[Received] = deque()
         self._seen: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._waiting: dict[tuple[int, int], queue.SimpleQueue[None]] = {}
 
     # ---- any thread -------------------------------------------------------------------
 
-    def take(self) -> list[TransferNotify]:
+    def take(self) -> list[Received]:
         """What came since the last call."""
-        taken: list[TransferNotify] = []
+        taken: list[Received] = []
         while True:
             try:
                 taken.append(self._kept.popleft())
             except IndexError:
                 return taken
 
-    def deliver(self, peer: Peer, note: TransferNotify, timeout_s: float) -> None:
+    def deliver(self, peer: Peer, name: str, text: str, timeout_s: float) -> None:
         """Returns when the peer keeps the note; raises `TransferTimeout`, `ValueError` for
         one that is too long. [blocks]"""
-        if len(note.name) > NAME_CHARACTERS_LIMIT or len(note.msg) > TEXT_CHARACTERS_LIMIT:
+        if len(name) > NAME_CHARACTERS_LIMIT or len(text) > TEXT_CHARACTERS_LIMIT:
             raise ValueError(
-                f"found a note of {len(note.name)} and {len(note.msg)} characters; expected at "
+                f"found a note of {len(name)} and {len(text)} characters; expected at "
                 f"most {NAME_CHARACTERS_LIMIT} and {TEXT_CHARACTERS_LIMIT}"
             )
         number = next(self._numbers)
         answer: queue.SimpleQueue[None] = queue.SimpleQueue()
         key = (peer.incarnation, number)
         self._waiting[key] = answer
-        message = Note(number=number, name=note.name, text=note.msg)
+        message = Note(number=number, name=name, text=text)
         deadline = time.monotonic() + timeout_s
         try:
             while time.monotonic() < deadline:
@@ -81,7 +90,7 @@ class NoteBook:
                     continue
         finally:
             self._waiting.pop(key, None)
-        raise TransferTimeout(f"{peer.session} did not take the note {note.name!r} in time.")
+        raise TransferTimeout(f"{peer.session} did not take the note {name!r} in time.")
 
     # ---- the control thread -------------------------------------------------------------
 
@@ -109,7 +118,7 @@ class NoteBook:
             self._seen[key] = None
             if len(self._seen) > _SEEN_MAX:
                 self._seen.popitem(last=False)
-            self._kept.append(TransferNotify(message.name, message.text))
+            self._kept.append(Received(session.incarnation, message.name, message.text))
         self._send(session, NoteTaken(number=message.number))
 
     def on_session(
