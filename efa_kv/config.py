@@ -160,6 +160,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, _about("shared secret; encrypts and authenticates the control plane")
     ] = ""
     secret_file: Annotated[str, _about("file that holds the shared secret")] = ""
+    scratch_bytes: Annotated[
+        int,
+        Meta(ge=0, le=1 << 32),
+        _about(
+            "most memory lent to somebody who tries the way here (efa-kv doctor --peer); "
+            "0 lends none",
+            "bytes",
+        ),
+    ] = 64 << 20
     require_auth: Annotated[bool, _about("refuse to start without a secret")] = False
     bootstrap_port: Annotated[
         Port, _about("port of the HTTP registry that routers query; 0 starts none")

@@ -35,6 +35,7 @@ from efa_kv.runtime.sessions import Sessions
 from efa_kv.runtime.timers import Timers
 from efa_kv.types import Notice, Result, RowArray, U32Array, U64Array
 from efa_kv.wire.envelope import Message
+from efa_kv.wire.messages import VISITOR_TYPES
 from efa_kv.wire.session import SessionState
 
 __all__ = ["ControlThread", "Handler", "SessionHandle", "SessionState"]
@@ -47,6 +48,7 @@ _CALLS_PER_TURN: Final = 1024
 # The core's log is drained at least this often; it is also the longest sleep.
 _TURN_MAX_S: Final = 1.0
 _START_TIMEOUT_S: Final = 5.0
+_OPEN_TYPES: Final = frozenset(VISITOR_TYPES)
 
 
 class Handler(Protocol):
@@ -302,7 +304,7 @@ class ControlThread:
 
     def on_message(self, handle: SessionHandle, message: Message, now: float) -> None:
         """A message of a session for a handler."""
-        for slot in self._handlers:
+        for slot in self._hearing(handle):
             if isinstance(message, slot.handler.message_types):
                 slot.touched = True
                 slot.handler.on_message(handle, message, now)
@@ -310,9 +312,16 @@ class ControlThread:
     def on_session(self, handle: SessionHandle, reason: str | None, now: float) -> None:
         """A session changed."""
         state = handle.state
-        for slot in self._handlers:
+        for slot in self._hearing(handle):
             slot.touched = True
             self._guard(slot.handler.on_session, handle, state, reason, now)
+
+    def _hearing(self, handle: SessionHandle) -> list[_HandlerSlot]:
+        """The handlers that hear of a session: of a visitor's only those meant for visitors,
+        because its cache was not compared with ours."""
+        if not handle.visitor:
+            return self._handlers
+        return [slot for slot in self._handlers if set(slot.handler.message_types) <= _OPEN_TYPES]
 
     # ---- the loop -----------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from efa_kv.runtime.peers import PeerTable
 from efa_kv.runtime.regions import Region, RegionBook
 from efa_kv.runtime.rendezvous import resolve_own
 from efa_kv.runtime.router import Router
+from efa_kv.runtime.scratch import Lender
 from efa_kv.types import (
     READ,
     WRITE,
@@ -149,6 +150,7 @@ class TransferEngine:
             self.control = ControlThread(
                 self.config, self.fabric, router, greeter, peers, self._book.rails_changed
             )
+            self.control.add_handler(Lender(self.control, self._book, self.config.scratch_bytes))
             undo.pop_all()
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()

@@ -54,6 +54,8 @@ class Identity(msgspec.Struct, kw_only=True):
     fingerprint: bytes = b""
     fields: dict[str, str] = msgspec.field(default_factory=dict)
     layout: bytes | None = None
+    #: Whether this engine only tries the way to others (`efa_kv.wire.messages.Card`).
+    visitor: bool = False
 
 
 class Greeter:
@@ -88,6 +90,7 @@ class Greeter:
             fingerprint=identity.fingerprint,
             fields=identity.fields,
             layout=identity.layout,
+            visitor=identity.visitor,
         )
 
     def hello(self, probe: bool = False) -> Hello:
@@ -106,6 +109,8 @@ class Greeter:
 
     def misfit(self, card: Card) -> LayoutMismatch | None:
         """Why a peer with this card cannot work with us, or None."""
+        if card.visitor or self.identity.visitor:
+            return None
         if card.fingerprint == self.identity.fingerprint:
             return None
         return first_difference(self.identity.fields, card.fields)

@@ -74,6 +74,11 @@ class SessionHandle:
         return {} if self.card is None else self.card.fields
 
     @property
+    def visitor(self) -> bool:
+        """Whether the peer only tries the way to us."""
+        return self.card is not None and self.card.visitor
+
+    @property
     def regions(self) -> Mapping[int, RegionRecord]:
         """The peer's memory as far as it is known here, by the peer's ids."""
         return _NOTHING if self.peer is None else self.peer.regions

@@ -22,6 +22,7 @@ from efa_kv.types import U64, Incarnation, NicRecord, ProcessRecord, RegionRecor
 from efa_kv.wire.envelope import HEADER_BYTES, MAX_MESSAGE_BYTES, Message, open_frame, seal
 from efa_kv.wire.handoff import HANDOFF_TYPES
 from efa_kv.wire.notes import NOTE_TYPES
+from efa_kv.wire.scratch import SCRATCH_TYPES
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     rest is fetched with REGIONS_QUERY.  ``fields`` are the fingerprint's inputs in words.
     ``gate`` is the descriptor in ``process`` through which processes of the same host get
     at the engine's memory, -1 if it has none.
+    A ``visitor`` only tries the way: its fingerprint is not compared, and of what it sends
+    beyond the session's own messages only `VISITOR_TYPES` are taken.
     """
 
     session: Annotated[str, msgspec.Meta(max_length=300)]
@@ -44,6 +47,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
     fields: dict[str, str] = msgspec.field(default_factory=dict)
     layout: bytes | None = None
+    visitor: bool = False
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
@@ -135,7 +139,11 @@ SESSION_TYPES: Final[tuple[type[Message], ...]] = (
     RegionsQuery,
     Regions,
 )
-MESSAGE_TYPES: Final[tuple[type[Message], ...]] = SESSION_TYPES + HANDOFF_TYPES + NOTE_TYPES
+MESSAGE_TYPES: Final[tuple[type[Message], ...]] = (
+    SESSION_TYPES + HANDOFF_TYPES + NOTE_TYPES + SCRATCH_TYPES
+)
+#: What handlers are told of a visitor.
+VISITOR_TYPES: Final[tuple[type[Message], ...]] = SCRATCH_TYPES
 
 _encoder = msgspec.msgpack.Encoder()
 _any_message: Any = Union[MESSAGE_TYPES]  # noqa: UP007 - built from a tuple
