@@ -26,6 +26,7 @@ TOOLS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "probe": ("efa_kv.tools.probe", "Time the first transfer to a peer."),
         "doctor": ("efa_kv.tools.doctor", "Say plainly what is wrong with this host."),
         "plan": ("efa_kv.tools.model_plan", "Work out what a model asks of the network."),
+        "validate": ("efa_kv.tools.validate", "Measure the network between hosts."),
         "topology": ("efa_kv.tools.topology", "Read which instances are close to each other."),
         "nccl-log": ("efa_kv.tools.nccl_log", "Read which network NCCL really chose."),
         "sim": ("efa_kv.tools.sim_command", "Run a command on simulated EFA NICs."),

@@ -6,11 +6,13 @@ others on any.  The two meet in deques, dicts and queues only.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -69,28 +71,64 @@ class NoteBook:
     def deliver(self, peer: Peer, name: str, text: str, timeout_s: float) -> None:
         """Returns when the peer keeps the note; raises `TransferTimeout`, `ValueError` for
         one that is too long. [blocks]"""
+        self.deliver_all([peer], name, [text], timeout_s)
+
+    def deliver_all(
+        self, peers: Sequence[Peer], name: str, texts: Sequence[str], timeout_s: float
+    ) -> None:
+        """Sends a note to each peer, all at once, and returns when every one is kept.
+
+        Raises `TransferTimeout` for the first that is not, `ValueError` for a note that is too
+        long, in which case none is sent. [blocks]
+        """
+        for text in texts:
+            self._check(name, text)
+        answers = [self._waiting_for(peer) for peer in peers]
+        sent = [
+            (peer, key, Note(number=key[1], name=name, text=text))
+            for peer, key, text in zip(peers, answers, texts, strict=True)
+        ]
+        deadline = time.monotonic() + timeout_s
+        try:
+            for peer, _key, message in sent:
+                with contextlib.suppress(FabricBusy):
+                    self._post(peer, message)
+            for peer, key, message in sent:
+                self._await(peer, key, message, deadline)
+        finally:
+            for key in answers:
+                self._waiting.pop(key, None)
+
+    @staticmethod
+    def _check(name: str, text: str) -> None:
         if len(name) > NAME_CHARACTERS_LIMIT or len(text) > TEXT_CHARACTERS_LIMIT:
             raise ValueError(
                 f"found a note of {len(name)} and {len(text)} characters; expected at "
                 f"most {NAME_CHARACTERS_LIMIT} and {TEXT_CHARACTERS_LIMIT}"
             )
-        number = next(self._numbers)
-        answer: queue.SimpleQueue[None] = queue.SimpleQueue()
-        key = (peer.incarnation, number)
-        self._waiting[key] = answer
-        message = Note(number=number, name=name, text=text)
-        deadline = time.monotonic() + timeout_s
-        try:
-            while time.monotonic() < deadline:
-                try:
-                    self._engine.control.later(lambda _now: self._send(peer.handle, message))
-                    answer.get(timeout=min(_RESEND_S, max(0.0, deadline - time.monotonic())))
-                    return
-                except (queue.Empty, FabricBusy):
-                    continue
-        finally:
-            self._waiting.pop(key, None)
-        raise TransferTimeout(f"{peer.session} did not take the note {name!r} in time.")
+
+    def _waiting_for(self, peer: Peer) -> tuple[int, int]:
+        """A fresh number for a note to ``peer``, whose answer is waited for."""
+        key = (peer.incarnation, next(self._numbers))
+        self._waiting[key] = queue.SimpleQueue()
+        return key
+
+    def _post(self, peer: Peer, message: Message) -> None:
+        self._engine.control.later(lambda _now: self._send(peer.handle, message))
+
+    def _await(self, peer: Peer, key: tuple[int, int], message: Note, deadline: float) -> None:
+        """Sends a note again until it is answered."""
+        while True:
+            remaining_s = max(0.0, deadline - time.monotonic())
+            try:
+                self._waiting[key].get(timeout=min(_RESEND_S, remaining_s))
+                return
+            except queue.Empty:
+                if remaining_s <= _RESEND_S:
+                    break
+            with contextlib.suppress(FabricBusy):
+                self._post(peer, message)
+        raise TransferTimeout(f"{peer.session} did not take the note {message.name!r} in time.")
 
     # ---- the control thread -------------------------------------------------------------
 
