@@ -41,6 +41,9 @@ from efa_kv.tools.validation.place import Place, PlaceError
 from efa_kv.tools.validation.samples import Sample
 from efa_kv.tools.validation.verdict import Fault, Problem
 
+#: A measurement's seconds with --quick.
+_QUICK_S = 0.2
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The command line, read and checked."""
@@ -159,9 +162,9 @@ def _result(
 
 
 def _member(request: Request, place: Place) -> member.Member:
-    environment = host_read.process_environment()
+    environment = process_environment()
     machine = host_read.read_live(environment)
-    host, port = meeting.engine_address(place, request.host)
+    host, port = meeting.engine_address(place, request.host or environment.get("EFA_KV_HOST", ""))
     equipment = member.Equipment(
         engine=request.engine,
         block_size_bytes=request.block_size_bytes,
@@ -234,9 +237,9 @@ def command(
         typer.Option("--quick", help="Short, small, and without other people's tools."),
     ] = False,
     run_outside: Annotated[
-        bool,
+        bool | None,
         typer.Option("--outside/--no-outside", help="Run fi_pingpong and nccl-tests if found."),
-    ] = True,
+    ] = None,
     baseline: Annotated[
         Path | None, typer.Option("--baseline", metavar="FILE", help="Compare with this run.")
     ] = None,
@@ -254,7 +257,8 @@ def command(
     all is well, 1 when something is wrong or slow, 2 when it could not run.
     """
     if quick:
-        block_size, buffer_size, duration, run_outside = "64K", "16M", min(duration, 0.2), False
+        block_size, buffer_size, duration = "64K", "16M", min(duration, _QUICK_S)
+    run_outside = not quick if run_outside is None else run_outside
     words = [f"--block-size={block_size}", f"--buffer-size={buffer_size}", f"--host={host}"]
     words += [f"--duration={duration}", f"--repeats={repeats}", f"--join-timeout={join_timeout}"]
     words += [f"--protocol={protocol}", "--outside" if run_outside else "--no-outside"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -29,7 +29,8 @@ NOTHING_SHARE: Final = 0.02
 #: What an idle host in order reaches of its line rate.
 LINE_SHARE: Final = 0.8
 
-Rates = Mapping[tuple[int, int], float]
+_STALLED: Final = "takes operations and never ends them"
+_DEAD: Final = "carries nothing after failures"
 
 
 class Fault(StrEnum):
