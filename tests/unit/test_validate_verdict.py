@@ -210,6 +210,14 @@ def test_hosts_below_their_line_rate_are_named_unless_they_share_a_machine() -> 
     assert verdict.problems(samples, together) == []
 
 
+def test_hosts_of_one_machine_are_not_set_against_each_other() -> None:
+    hosts = [msgspec.structs.replace(one, boot="same") for one in facts(4, 4)]
+    slow_host = run(4, 4, lambda source, *_: 0.3 if source == 2 else 0.95)
+    assert verdict.problems(slow_host, hosts) == []
+    slow_nic = run(4, 4, lambda source, _target, nic: 0.3 if (source, nic) == (2, 1) else 0.95)
+    assert named(verdict.problems(slow_nic, hosts), Fault.SLOW_NIC) == ["nic1 of host-2"]
+
+
 def test_wrong_bytes_come_first() -> None:
     samples = run(3, 2, lambda *_: 0.95)
     samples[0] = msgspec.structs.replace(samples[0], mismatch="byte 3 of 9 came back wrong")

@@ -79,7 +79,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     ``series`` by name: a kind alone for all hosts, ``pair 0>3`` for ranks as ``hosts`` lists them;
     bytes per second, or microseconds for ``latency``. ``one_machine``: several hosts are processes
-    of one machine, whose rates are those of its memory, so they are not set against line rates.
+    of one machine, which take each other's processors: devices are judged, rates are not.
     """
 
     hosts: tuple[HostFacts, ...]
@@ -131,7 +131,7 @@ def show(result: Result, console: Console) -> None:
     for told in result.outside:
         console.print(f"{told.program:>12}: {told.text}")
     if result.one_machine:
-        console.print("hosts are processes of one machine: rates are not set against line rates")
+        console.print("hosts are processes of one machine: only devices are judged, not rates")
     for note in result.notes:
         console.print(f"note: {note}")
     _show_changes(result, console)

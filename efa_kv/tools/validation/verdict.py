@@ -350,9 +350,11 @@ def _slow_ways(
     samples: Sequence[Sample], hosts: Sequence[HostFacts], blamed: set[str]
 ) -> list[Problem]:
     """Hosts that send or receive slowly whoever the other is, and slow pairs of good hosts."""
-    rates = _pair_rates(samples)
-    if len(hosts) < 3:
+    # With two hosts there is nothing to set a pair against, and processes of one machine take each
+    # other's processors.
+    if len(hosts) < 3 or share_machines(hosts):
         return []
+    rates = _pair_rates(samples)
     found = []
     for verb, end in (("sends", 0), ("receives", 1)):
         best = [
