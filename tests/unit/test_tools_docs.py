@@ -9,6 +9,7 @@ import pytest
 
 from efa_kv.tools import host as records
 from efa_kv.tools.checks import settings, versions
+from efa_kv.tools.validation import verdict
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -44,6 +45,15 @@ def test_every_finding_and_rule_is_documented() -> None:
     assert len(ids) > 20
     names = ids | {rule.name for rule in settings.RULES}
     assert sorted(name for name in names if f"`{name}`" not in text) == []
+
+
+def test_every_fault_and_flag_of_validate_is_documented() -> None:
+    text = (DOCS / "tools/validate.md").read_text()
+    assert [fault for fault in verdict.Fault if f"`{fault.value}`" not in text] == []
+    source = (ROOT / "efa_kv/tools/validate.py").read_text()
+    flags = re.findall(r'"(--[a-z-]+)"', source)
+    assert len(flags) > 10
+    assert [flag for flag in flags if flag not in text] == []
 
 
 def test_the_table_of_versions_is_the_one_in_the_code() -> None:
