@@ -87,6 +87,15 @@ def allocate(length_bytes: int, gpus: tuple[int, ...]) -> list[Buffer]:
     return [GpuBuffer(length_bytes, device) for device in gpus]
 
 
+def difference(sent: Buffer, back: Buffer, length_bytes: int) -> str:
+    """The first byte in which what came back differs from what was sent, in words; or nothing."""
+    for offset, size in pieces(length_bytes):
+        wrong = np.flatnonzero(sent.get(offset, size) != back.get(offset, size))
+        if len(wrong):
+            return f"byte {offset + int(wrong[0])} of {length_bytes} came back wrong"
+    return ""
+
+
 def pieces(length_bytes: int) -> Iterator[tuple[int, int]]:
     """Offsets and lengths that cover a buffer."""
     for offset in range(0, length_bytes, PIECE_BYTES):

@@ -13,7 +13,6 @@ from collections import deque
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from efa_kv.config import EngineConfig
 from efa_kv.errors import EfaKvError, PeerRefused
@@ -63,7 +62,7 @@ def _move(
     with borrower.borrow(peer, length, loan_s, _ANSWER_TIMEOUT_S) as region:
         _settle(engine.write(peer, [source.address], [region.address], [length]))
         _settle(engine.read(peer, [echo.address], [region.address], [length]))
-        wrong = np.flatnonzero(source.get(0, length) != echo.get(0, length))
+        mismatch = bench_memory.difference(source, echo, length)
         before = engine.counters()
         start = time.perf_counter()
         moved = 0
@@ -79,7 +78,7 @@ def _move(
     card = peer.handle.card
     assert card is not None
     return Outcome(
-        mismatch=f"byte {wrong[0]} of {length} came back wrong" if len(wrong) else "",
+        mismatch=mismatch,
         protocol=engine.protocol,
         provider=engine.rails[0].provider,
         bytes_per_second=moved / wall_s,

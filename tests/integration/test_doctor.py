@@ -40,9 +40,9 @@ def doctor(tmp_path: Path, *words: str, variables: dict[str, str] | None = None)
     return {one["id"]: one for one in json.loads(path.read_text())["findings"]}
 
 
-def simulated() -> dict[str, str]:
+def simulated(**more: Any) -> dict[str, str]:
     provider = sim.find_provider(os.environ.get("EFA_KV_SIM_PROVIDER"))
-    return sim.environment({}, sim.Simulation(nics=3), provider)
+    return sim.environment({}, sim.Simulation(nics=3, **more), provider)
 
 
 def test_bytes_move_within_the_host_over_every_simulated_nic(tmp_path: Path) -> None:
@@ -50,6 +50,12 @@ def test_bytes_move_within_the_host_over_every_simulated_nic(tmp_path: Path) -> 
     assert found["severity"] == "good"
     assert "every byte right" in found["found"]
     assert "3 devices of provider efa" in found["found"]
+
+
+def test_bytes_that_do_not_arrive_are_a_problem(tmp_path: Path) -> None:
+    found = doctor(tmp_path, variables=simulated(no_copy=True))["live.loopback"]
+    assert found["severity"] == "problem"
+    assert "of 16777216 came back wrong" in found["found"]
 
 
 def test_a_setting_that_stops_the_engine_is_found(tmp_path: Path) -> None:

@@ -76,6 +76,14 @@ def test_a_dead_nic_is_named_with_its_host(tmp_path: Path) -> None:
     assert status == 1
 
 
+@pytest.mark.timeout(120)
+def test_bytes_that_do_not_arrive_are_found(tmp_path: Path) -> None:
+    status, result = validate(tmp_path, "--hosts=2", "--repeats=1", no_copy=True)
+    assert [one["fault"] for one in result["problems"]] == ["wrong-bytes", "wrong-bytes"]
+    assert all("came back wrong" in one["text"] for one in result["problems"])
+    assert status == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_in_order_is_kept_and_a_slower_one_is_told_from_it(tmp_path: Path) -> None:

@@ -46,6 +46,19 @@ def test_no_two_blocks_share_a_byte(pattern: Pattern) -> None:
         assert places.max() + one.block_size_bytes <= 8 * one.batch_span_bytes
 
 
+@pytest.mark.parametrize("place", [0, 7, bench_memory.PIECE_BYTES + 3])
+def test_the_first_byte_that_came_back_wrong_is_named(place: int) -> None:
+    length = bench_memory.PIECE_BYTES + 8
+    sent, back = bench_memory.HostBuffer(length), bench_memory.HostBuffer(length)
+    for buffer in (sent, back):
+        bench_memory.fill(buffer, 5)
+    assert bench_memory.difference(sent, back, length) == ""
+    back.put(place, sent.get(place, 1) ^ 1)
+    words = bench_memory.difference(sent, back, length)
+    assert words == f"byte {place} of {length} came back wrong"
+    assert bench_memory.difference(sent, back, place) == ""
+
+
 def test_scattered_blocks_have_no_neighbour_and_contiguous_ones_are_a_run() -> None:
     scattered, _ = load(Pattern.SCATTERED).offsets(2)
     assert np.diff(np.sort(scattered)).min() >= 2 * 96

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import msgspec
@@ -124,12 +125,25 @@ def test_an_abort_of_the_child_becomes_an_error(
     assert "assertion failed" in error
 
 
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
 def test_a_child_that_hangs_is_ended_with_all_it_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # The grandchild holds the pipes open, as a target's process would.
-    child(monkeypatch, tmp_path, "sleep 1000 & sleep 1000")
-    assert "within 0.5 s" in trial.run(WISH, 0.5).error
+    pid_file = tmp_path / "pid"
+    child(monkeypatch, tmp_path, f"sleep 1000 & echo $! > {pid_file}; sleep 1000")
+    assert "within 2 s" in trial.run(WISH, 2).error
+    deadline = time.monotonic() + 10
+    while running(int(pid_file.read_text())):
+        assert time.monotonic() < deadline, "what the child started still runs"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("said", ["", "nonsense", '{"error": 5}'])

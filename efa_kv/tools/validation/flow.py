@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from efa_kv.errors import FabricBusy, TransferTimeout
 from efa_kv.runtime.engine import Peer, TransferEngine
 from efa_kv.runtime.job import Job
@@ -181,5 +179,4 @@ def mismatch(engine: TransferEngine, buffers: Buffers, peer: Peer) -> str:
         error = job.wait().error
         if error is not None:
             raise error
-    wrong = np.flatnonzero(buffers.source.get(0, length) != buffers.echo.get(0, length))
-    return f"byte {wrong[0]} of {length} came back wrong" if len(wrong) else ""
+    return bench_memory.difference(buffers.source, buffers.echo, length)
