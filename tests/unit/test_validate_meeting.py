@@ -11,7 +11,6 @@ import pytest
 
 from efa_kv.tools.validation import fleet, meeting
 from efa_kv.tools.validation.member import run_program
-from efa_kv.tools.validation.orders import Run
 from efa_kv.tools.validation.place import AtAddress, AtFile, AtStore, Place, PlaceError
 
 STORE = AtStore("node-a", 29500, "efa-kv-validate/0")
@@ -88,15 +87,15 @@ def test_a_program_may_try_again(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     script = f"test -e {mark} && echo done && exit 0; touch {mark}; exit 4"
     arguments = ("sh", "-c", script)
-    assert run_program(Run(number=1, arguments=arguments, timeout_s=30)) == (4, "")
+    assert run_program(arguments, 30, tries=1) == (4, "")
     mark.unlink()
-    assert run_program(Run(number=1, arguments=arguments, timeout_s=30, tries=3)) == (0, "done\n")
+    assert run_program(arguments, 30, tries=3) == (0, "done\n")
 
 
 def test_a_program_that_hangs_or_is_missing_is_an_answer(tmp_path: Path) -> None:
-    status, text = run_program(Run(number=1, arguments=("sleep", "1000"), timeout_s=0.1))
+    status, text = run_program(("sleep", "1000"), 0.1, tries=1)
     assert (status, "did not end" in text) == (-1, True)
-    status, text = run_program(Run(number=1, arguments=(str(tmp_path / "no"),), timeout_s=1))
+    status, text = run_program((str(tmp_path / "no"),), 1, tries=1)
     assert (status, "No such file" in text) == (-1, True)
 
 

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from efa_kv.tools.validation import outcome, outside
-from efa_kv.tools.validation.outside import Collective, Exchange, OutputError
+from efa_kv.tools.validation.outside import (
+    Collective,
+    Exchange,
+    OutputError,
+    PingpongClient,
+    PingpongServer,
+    ToolError,
+)
 from efa_kv.tools.validation.place import AtAddress, Place
 from efa_kv.tools.validation.samples import HostFacts
+from efa_kv.types import Address
 
 OUTPUTS = Path(__file__).parents[1] / "outputs"
 # Recorded from libfabric 1.17.
@@ -78,11 +86,28 @@ HOSTS = [host(0), host(1), host(2)]
 def test_all_is_run_where_all_is_there() -> None:
     plan = outside.plan(outside.PROGRAMS, HOSTS, started_by("srun", mpi=True))
     assert [(one.client, one.server) for one in plan.exchanges] == [(0, 1), (1, 2), (2, 0)]
-    assert plan.exchanges[0].calling("10.0.0.1")[-1] == "10.0.0.1"
-    assert "efa" in plan.exchanges[0].serving
+    assert plan.exchanges[0].tools == {1: PingpongServer("efa"), 0: PingpongClient("efa", 1)}
     assert plan.collectives == (Collective("all_reduce_perf", 8), Collective("alltoall_perf", 8))
-    assert plan.collectives[0].arguments[-2:] == ("-g", "8")
     assert plan.skipped == ()
+
+
+ADDRESSES = {0: Address("10.0.0.1", 9), 1: Address("fd00::1", 9), 2: Address("--help", 9)}
+
+
+def test_command_lines_are_made_here() -> None:
+    serving = outside.arguments(PingpongServer("tcp"), ADDRESSES)
+    assert serving[:3] == ("fi_pingpong", "-p", "tcp")
+    assert outside.arguments(PingpongClient("tcp", 0), ADDRESSES) == (*serving, "10.0.0.1")
+    assert outside.arguments(PingpongClient("tcp", 1), ADDRESSES) == (*serving, "-6", "fd00::1")
+    collective = outside.arguments(Collective("alltoall_perf", 4), ADDRESSES)
+    assert collective[:3] == ("env", "NCCL_DEBUG=INFO", "alltoall_perf")
+    assert collective[-2:] == ("-g", "4")
+
+
+@pytest.mark.parametrize("server", [2, 3])
+def test_only_an_ip_address_that_we_have_met_is_called(server: int) -> None:
+    with pytest.raises(ToolError, match="IP address"):
+        outside.arguments(PingpongClient("tcp", server), ADDRESSES)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from efa_kv.tools.validation import orders, place, schedule, series
+from efa_kv.tools.validation import orders, outside, place, schedule, series
 from efa_kv.tools.validation.place import AtAddress, AtFile, AtStore, Place, PlaceError
 from efa_kv.tools.validation.schedule import Kind
 from efa_kv.tools.validation.series import Series, Trend
@@ -287,10 +287,19 @@ def test_orders_survive_their_notes() -> None:
     for order in (
         orders.Meet(number=1, position=2, sessions=("a:1", "b:2")),
         orders.Measure(number=2, kind=Kind.PAIR, repeat=1, targets=(3,), duration_s=0.5),
-        orders.Run(number=3, arguments=("a", "b"), timeout_s=2.0, tries=4),
+        orders.Run(number=3, tool=outside.PingpongClient("tcp", 4)),
+        orders.Run(number=3, tool=outside.Collective("alltoall_perf", 8)),
         orders.End(number=4),
     ):
         assert orders.read_order(orders.text_of(order)) == order
+
+
+def test_an_order_to_run_holds_no_command_line() -> None:
+    """Orders come over the network: what can be run is in the code, not in the order."""
+    tool = '{"type": "Run", "number": 1, "tool": {"type": "Collective", "program": %s, "gpus": 8}}'
+    assert isinstance(orders.read_order(tool % '"alltoall_perf"'), orders.Run)
+    with pytest.raises(orders.OrderError):
+        orders.read_order(tool % '"rm -rf /"')
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"type": "Nothing"}', '{"type": "End"}'])

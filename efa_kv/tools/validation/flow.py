@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from efa_kv.errors import FabricBusy, TransferTimeout
+from efa_kv.errors import EfaKvError, FabricBusy, TransferTimeout
 from efa_kv.runtime.engine import Peer, TransferEngine
 from efa_kv.runtime.job import Job
 from efa_kv.tools import bench_memory
@@ -21,6 +21,8 @@ _IN_FLIGHT: Final = 16
 #: A job's stripes for each device.
 _STRIPES_PER_NIC: Final = 2
 _JOB_TIMEOUT_S: Final = 5.0
+#: How long jobs may take to end after one of them has failed.
+_GIVE_UP_S: Final = 2.0
 _NAP_S: Final = 0.001
 _LATENCY_BYTES: Final = 8
 
@@ -74,10 +76,27 @@ def stream(
     Raises the first job's error, and `FlowError`. [blocks]
     """
     lanes = [_Lane(peer, buffers.span_bytes) for peer in peers]
-    each = max(2, _IN_FLIGHT // len(lanes))
     before = engine.counters()
     start = time.perf_counter()
-    end = start + duration_s
+    try:
+        _drive(engine, buffers, lanes, start + duration_s)
+        wall_s = time.perf_counter() - start
+        after = engine.counters()
+        _drain(lanes)
+    except EfaKvError:
+        _give_up(lanes)
+        raise
+    # Failures come with the end of what was in flight, bytes after the clock do not count.
+    failed = [rail.operations_failed for rail in engine.counters()]
+    return wall_s, tuple(
+        RailSample(new.bytes_written - old.bytes_written, errors - old.operations_failed)
+        for old, new, errors in zip(before, after, failed, strict=True)
+    )
+
+
+def _drive(engine: TransferEngine, buffers: Buffers, lanes: Sequence[_Lane], end: float) -> None:
+    """Keeps jobs in flight on every lane until the clock says ``end``."""
+    each = max(2, _IN_FLIGHT // len(lanes))
     while time.perf_counter() < end:
         moved = False
         for lane in lanes:
@@ -86,15 +105,18 @@ def stream(
                 moved = _submit(engine, buffers, lane) or moved
         if not moved:
             _nap(lanes)
-    wall_s = time.perf_counter() - start
-    after = engine.counters()
-    _drain(lanes)
-    # Failures come with the end of what was in flight, bytes after the clock do not count.
-    failed = [rail.operations_failed for rail in engine.counters()]
-    return wall_s, tuple(
-        RailSample(new.bytes_written - old.bytes_written, errors - old.operations_failed)
-        for old, new, errors in zip(before, after, failed, strict=True)
-    )
+
+
+def _give_up(lanes: Sequence[_Lane]) -> None:
+    """Ends what is in flight after a failure, so that it does not disturb the next step; what does
+    not end in time is a device that is stuck."""
+    jobs = [job for lane in lanes for job in lane.jobs]
+    for job in jobs:
+        job.cancel()
+    deadline = time.perf_counter() + _GIVE_UP_S
+    for job in jobs:
+        with contextlib.suppress(EfaKvError):
+            job.wait(max(0.0, deadline - time.perf_counter()), fenced=True)
 
 
 def _submit(engine: TransferEngine, buffers: Buffers, lane: _Lane) -> bool:

@@ -16,6 +16,7 @@ from efa_kv.runtime.engine import Peer
 from efa_kv.tools.validation import orders
 from efa_kv.tools.validation.member import DELIVERY_TIMEOUT_S, Member
 from efa_kv.tools.validation.orders import Answer, AnyOrder, End, Joined, Measure, Meet, Run
+from efa_kv.tools.validation.outside import Tool, timeout_s
 from efa_kv.tools.validation.samples import HostFacts, Sample
 from efa_kv.tools.validation.schedule import Kind, Step
 
@@ -106,21 +107,13 @@ class Leader:
         except RunError:
             return
 
-    def run(
-        self, programs: Mapping[int, tuple[str, ...]], timeout_s: float, tries: Mapping[int, int]
-    ) -> dict[int, Answer]:
-        """Runs a program on each of these hosts, all at the same time; by host, its answer.
-        ``tries`` says who may try again. Raises `RunError`. [blocks]"""
+    def run(self, tools: Mapping[int, Tool]) -> dict[int, Answer]:
+        """Runs a tool on each of these hosts, all at the same time; by host, its answer.
+        Raises `RunError`. [blocks]"""
         wanted: dict[int, AnyOrder] = {
-            position: Run(
-                number=next(self._numbers),
-                arguments=arguments,
-                timeout_s=timeout_s,
-                tries=tries.get(position, 1),
-            )
-            for position, arguments in programs.items()
+            position: Run(number=next(self._numbers), tool=tool) for position, tool in tools.items()
         }
-        return self.carry_out(wanted, timeout_s)
+        return self.carry_out(wanted, max(timeout_s(tool) for tool in tools.values()))
 
     def carry_out(self, wanted: Mapping[int, AnyOrder], duration_s: float) -> dict[int, Answer]:
         """Has each host in ``wanted`` carry out its order, all at the same time.

@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
 
 from efa_kv.config import EngineConfig
-from efa_kv.errors import EfaKvError, PeerUnreachable
+from efa_kv.errors import EfaKvError, PeerUnreachable, TransferTimeout
 from efa_kv.fabric import library_version
 from efa_kv.runtime.engine import Peer, TransferEngine
 from efa_kv.runtime.notes import NoteBook
-from efa_kv.tools.validation import flow, meeting, orders
+from efa_kv.tools.validation import flow, meeting, orders, outside
 from efa_kv.tools.validation.orders import Answer, AnyOrder, End, Joined, Measure, Meet, Run
 from efa_kv.tools.validation.place import Place, PlaceError
 from efa_kv.tools.validation.samples import HostFacts, RailSample, Sample
 from efa_kv.tools.validation.schedule import Kind
+from efa_kv.types import Address
 
 DELIVERY_TIMEOUT_S: Final = 15.0
 #: A host that hears nothing for so long ends: rank 0 is gone.
@@ -75,6 +77,7 @@ class Member:
             raise
         self._peers: dict[int, Peer] = {}
         self._position = 0
+        self._addresses: dict[int, Address] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -99,16 +102,21 @@ class Member:
                 case Measure():
                     return Answer(number=number, sample=self._measure(order))
                 case Run():
-                    status, output = run_program(order)
+                    words = outside.arguments(order.tool, self._addresses)
+                    limit_s, tries = outside.timeout_s(order.tool), outside.tries(order.tool)
+                    status, output = run_program(words, limit_s, tries)
                     return Answer(number=number, status=status, output=output)
                 case End():
                     pass
-        except (EfaKvError, flow.FlowError) as problem:
+        except (EfaKvError, flow.FlowError, outside.ToolError) as problem:
             return Answer(number=number, error=str(problem))
         return Answer(number=number)
 
     def _meet(self, order: Meet) -> None:
         self._position = order.position
+        self._addresses = {
+            position: Address.parse(session) for position, session in enumerate(order.sessions)
+        }
         self._peers = {
             position: self.engine.connect(session, DELIVERY_TIMEOUT_S)
             for position, session in enumerate(order.sessions)
@@ -120,6 +128,9 @@ class Member:
                 self.engine.warmup(peer, _WARMUP_TIMEOUT_S)
 
     def _measure(self, order: Measure) -> Sample:
+        unknown = [target for target in order.targets if target not in self._peers]
+        if unknown or not order.targets:
+            raise flow.FlowError(f"found targets {order.targets}; expected hosts that we have met")
         peers = [self._peers[target] for target in order.targets]
         wall_s, wrong = 0.0, ""
         rails: tuple[RailSample, ...] = ()
@@ -135,11 +146,12 @@ class Member:
                 wall_s, rails = flow.stream(self.engine, self.buffers, peers, order.duration_s)
         except EfaKvError as problem:
             error = str(problem)
+            overdue = isinstance(problem, TransferTimeout)
             rails = tuple(
                 RailSample(
                     bytes=0,
                     failed=new.operations_failed - old.operations_failed,
-                    stuck=max(0, new.in_flight - old.in_flight),
+                    stuck=max(0, new.in_flight - old.in_flight) if overdue else 0,
                 )
                 for old, new in zip(before, self.engine.counters(), strict=True)
             )
@@ -172,25 +184,26 @@ def _facts(engine: TransferEngine, place: Place, equipment: Equipment, libfabric
     )
 
 
-def run_program(order: Run) -> tuple[int, str]:
-    """Exit status and the end of the output; -1 for a program that cannot be run or hangs."""
+def run_program(words: Sequence[str], timeout_s: float, tries: int) -> tuple[int, str]:
+    """Exit status and output; -1 for a program that cannot be run or hangs. It is run again, up to
+    ``tries`` times, while it fails and there is time. [blocks]"""
     status, output = -1, ""
-    deadline = time.monotonic() + order.timeout_s
-    for _ in range(order.tries):
+    deadline = time.monotonic() + timeout_s
+    for _ in range(tries):
         try:
             done = subprocess.run(
-                list(order.arguments),
+                list(words),
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=max(1.0, deadline - time.monotonic()),
+                timeout=max(_TRY_AGAIN_S, deadline - time.monotonic()),
                 check=False,
             )
             status, output = done.returncode, done.stdout + done.stderr
         except subprocess.TimeoutExpired:
-            return -1, f"it did not end within {order.timeout_s:g} s"
+            return -1, f"it did not end within {timeout_s:g} s"
         except OSError as problem:
-            return -1, f"{order.arguments[0]}: {problem.strerror or problem}"
+            return -1, f"{words[0]}: {problem.strerror or problem}"
         if status == 0 or time.monotonic() + _TRY_AGAIN_S >= deadline:
             break
         time.sleep(_TRY_AGAIN_S)
@@ -214,7 +227,10 @@ def serve(member: Member, place: Place, timeout_s: float) -> None:
         for note in member.notes.take():
             if note.sender != leader.incarnation or note.name != orders.NOTE_NAME:
                 continue
-            order = orders.read_order(note.text)
+            try:
+                order = orders.read_order(note.text)
+            except orders.OrderError as problem:
+                raise LostError(f"{problem}; all hosts need the same release") from problem
             if isinstance(order, End):
                 return  # not answered: rank 0 does not wait for it
             answer = member.carry_out(order)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
+from efa_kv.tools.validation.outside import Tool
+from efa_kv.tools.validation.place import MAX_HOSTS
 from efa_kv.tools.validation.samples import HostFacts, Sample
 from efa_kv.tools.validation.schedule import Kind
 
@@ -30,7 +33,7 @@ class Meet(Order, frozen=True, kw_only=True):
     devices."""
 
     position: int
-    sessions: tuple[str, ...]
+    sessions: Annotated[tuple[str, ...], Meta(max_length=MAX_HOSTS)]
 
 
 class Measure(Order, frozen=True, kw_only=True):
@@ -39,16 +42,14 @@ class Measure(Order, frozen=True, kw_only=True):
     kind: Kind
     repeat: int
     targets: tuple[int, ...]
-    duration_s: float
+    duration_s: Annotated[float, Meta(gt=0, le=3600)]
     verify: bool = False
 
 
 class Run(Order, frozen=True, kw_only=True):
-    """Run a program to its end; again, up to ``tries`` times, when it fails."""
+    """Run a tool to its end."""
 
-    arguments: tuple[str, ...]
-    timeout_s: float
-    tries: int = 1
+    tool: Tool
 
 
 class End(Order, frozen=True, kw_only=True):
@@ -74,7 +75,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 AnyOrder = Meet | Measure | Run | End
 AnyAnswer = Joined | Answer
-Told = TypeVar("Told")
 
 
 def text_of(value: AnyOrder | AnyAnswer) -> str:

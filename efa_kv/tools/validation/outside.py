@@ -9,31 +9,66 @@ started one process on each.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from efa_kv.tools import nccl_log
 from efa_kv.tools.validation.place import Place
 from efa_kv.tools.validation.samples import HostFacts
 from efa_kv.tools.validation.series import Series
+from efa_kv.types import Address
+
+Provider = Literal["efa", "tcp"]
 
 PINGPONG: Final = "fi_pingpong"
-NCCL_TESTS: Final = ("all_reduce_perf", "alltoall_perf")
+NCCL_TESTS: Final[tuple[Literal["all_reduce_perf", "alltoall_perf"], ...]] = (
+    "all_reduce_perf",
+    "alltoall_perf",
+)
 PROGRAMS: Final = (PINGPONG, *NCCL_TESTS)
 
 PINGPONG_TIMEOUT_S: Final = 30.0
 NCCL_TIMEOUT_S: Final = 600.0
-#: The client may come before the server listens.
 CLIENT_TRIES: Final = 15
 _PINGPONG_BYTES: Final = 64
 _PINGPONG_ITERATIONS: Final = 1000
 _UNITS: Final = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
+class ToolError(ValueError):
+    """A tool that cannot be run as it was told."""
+
+
 class OutputError(ValueError):
     """A tool's output that holds no result; the text shows its end."""
+
+
+class PingpongServer(msgspec.Struct, frozen=True, tag=True):
+    """`fi_pingpong` waiting for a client."""
+
+    provider: Provider
+
+
+class PingpongClient(msgspec.Struct, frozen=True, tag=True):
+    """`fi_pingpong` with the server on host number ``server``."""
+
+    provider: Provider
+    server: Annotated[int, Meta(ge=0)]
+
+
+class Collective(msgspec.Struct, frozen=True, tag=True):
+    """A program of nccl-tests, started on every host at the same time."""
+
+    program: Literal["all_reduce_perf", "alltoall_perf"]
+    gpus: Annotated[int, Meta(ge=1, le=64)]
+
+
+#: What a host can be told to run. Hosts hear it over the network, so it holds no free text: the
+#: command line is made here.
+Tool = PingpongServer | PingpongClient | Collective
 
 
 class Exchange(msgspec.Struct, frozen=True):
@@ -41,34 +76,44 @@ class Exchange(msgspec.Struct, frozen=True):
 
     server: int
     client: int
-    provider: str
+    provider: Provider
 
     @property
-    def serving(self) -> tuple[str, ...]:
-        return (PINGPONG, *self._common)
-
-    def calling(self, address: str) -> tuple[str, ...]:
-        return (PINGPONG, *self._common, address)
-
-    @property
-    def _common(self) -> tuple[str, ...]:
-        return (
-            *("-p", self.provider, "-e", "rdm"),
-            *("-I", str(_PINGPONG_ITERATIONS), "-S", str(_PINGPONG_BYTES)),
-        )
+    def tools(self) -> dict[int, Tool]:
+        """What each of the two runs."""
+        return {
+            self.server: PingpongServer(self.provider),
+            self.client: PingpongClient(self.provider, self.server),
+        }
 
 
-class Collective(msgspec.Struct, frozen=True):
-    """A program of nccl-tests, started on every host at the same time."""
+def arguments(tool: Tool, addresses: Mapping[int, Address]) -> tuple[str, ...]:
+    """The command line of a tool; ``addresses`` by host. Raises `ToolError`."""
+    words: tuple[str, ...]
+    match tool:
+        case Collective():
+            # The log tells which network NCCL took; it never fails for want of a fast one.
+            sizes = ("-b", "8M", "-e", "1G", "-f", "2", "-g", str(tool.gpus))
+            return ("env", "NCCL_DEBUG=INFO", tool.program, *sizes)
+        case PingpongServer() | PingpongClient():
+            words = (PINGPONG, "-p", tool.provider, "-e", "rdm")
+            words += ("-I", str(_PINGPONG_ITERATIONS), "-S", str(_PINGPONG_BYTES))
+    if isinstance(tool, PingpongServer):
+        return words
+    address = addresses.get(tool.server)
+    if address is None or not address.is_literal:
+        raise ToolError(f"found host {tool.server} at {address}; expected one with an IP address")
+    return (*words, *(("-6",) if address.is_ipv6 else ()), address.host)
 
-    program: str
-    gpus: int
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        # The log tells which network NCCL took; it never fails for want of a fast one.
-        sizes = ("-b", "8M", "-e", "1G", "-f", "2", "-g", str(self.gpus))
-        return ("env", "NCCL_DEBUG=INFO", self.program, *sizes)
+def timeout_s(tool: Tool) -> float:
+    """How long a tool may take."""
+    return NCCL_TIMEOUT_S if isinstance(tool, Collective) else PINGPONG_TIMEOUT_S
+
+
+def tries(tool: Tool) -> int:
+    """How often it may fail: a client may come before its server listens."""
+    return CLIENT_TRIES if isinstance(tool, PingpongClient) else 1
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +130,7 @@ def plan(there: Sequence[str], hosts: Sequence[HostFacts], place: Place) -> Plan
     exchanges: list[Exchange] = []
     if PINGPONG in there:
         # Neighbours are enough for a baseline: the pairs are timed by our own engine.
-        provider = "efa" if hosts[0].protocol.startswith("efa") else "tcp"
+        provider: Provider = "efa" if hosts[0].protocol.startswith("efa") else "tcp"
         exchanges = [
             Exchange(server=(one + 1) % len(hosts), client=one, provider=provider)
             for one in range(len(hosts))

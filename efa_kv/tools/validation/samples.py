@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from efa_kv.tools.validation.schedule import Kind
-from efa_kv.types import Address
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,11 +25,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     container: str = ""
     libfabric: str = ""
     gpus: int = 0
-
-    @property
-    def address(self) -> str:
-        """The host of its session, without the port."""
-        return Address.parse(self.session).host
 
     @property
     def line_rate_bytes_per_s(self) -> float:
