@@ -17,12 +17,14 @@ from efa_kv.tools.validation.samples import RailSample
 
 #: Jobs in flight of a sender, over all its receivers; many, because a job that waits for its
 #: last stripe on a slow device must not keep the others from getting new work.
-_IN_FLIGHT: Final = 16
+_IN_FLIGHT: Final = 8
 #: A job's stripes for each device.
 _STRIPES_PER_NIC: Final = 2
 _JOB_TIMEOUT_S: Final = 5.0
 #: How long jobs may take to end after one of them has failed.
 _GIVE_UP_S: Final = 2.0
+#: A job that takes less than this may as well be larger.
+_SHORT_JOB_S: Final = 0.01
 _NAP_S: Final = 0.001
 _LATENCY_BYTES: Final = 8
 
@@ -57,15 +59,18 @@ class Buffers:
 class _Lane:
     """One receiver: the place to write to, and the jobs on their way there."""
 
-    def __init__(self, peer: Peer, span_bytes: int) -> None:
+    def __init__(self, peer: Peer, own: Buffers) -> None:
+        span_bytes, own_bytes = own.span_bytes, own.source.length_bytes
         buffers = remote_buffers(peer)
         if not buffers or buffers[0].length_bytes < span_bytes:
             raise FlowError(f"{peer.session} offers too little memory; start all with equal flags")
         self.peer = peer
         self.address = buffers[0].address
-        self.places = buffers[0].length_bytes // span_bytes
-        self.jobs: list[Job] = []
-        self.submitted = 0
+        self.places = min(buffers[0].length_bytes, own_bytes) // span_bytes
+        self.jobs: list[tuple[float, Job]] = []
+        self.place = 0
+        #: Spans of a job. Where the network is fast, few large jobs cost this host less.
+        self.spans = 1
 
 
 def stream(
@@ -75,7 +80,7 @@ def stream(
 
     Raises the first job's error, and `FlowError`. [blocks]
     """
-    lanes = [_Lane(peer, buffers.span_bytes) for peer in peers]
+    lanes = [_Lane(peer, buffers) for peer in peers]
     before = engine.counters()
     start = time.perf_counter()
     try:
@@ -101,8 +106,8 @@ def _drive(engine: TransferEngine, buffers: Buffers, lanes: Sequence[_Lane], end
         moved = False
         for lane in lanes:
             moved = _reap(lane) or moved
-            if len(lane.jobs) < each:
-                moved = _submit(engine, buffers, lane) or moved
+            while len(lane.jobs) < each and _submit(engine, buffers, lane):
+                moved = True
         if not moved:
             _nap(lanes)
 
@@ -110,7 +115,7 @@ def _drive(engine: TransferEngine, buffers: Buffers, lanes: Sequence[_Lane], end
 def _give_up(lanes: Sequence[_Lane]) -> None:
     """Ends what is in flight after a failure, so that it does not disturb the next step; what does
     not end in time is a device that is stuck."""
-    jobs = [job for lane in lanes for job in lane.jobs]
+    jobs = [job for lane in lanes for _start, job in lane.jobs]
     for job in jobs:
         job.cancel()
     deadline = time.perf_counter() + _GIVE_UP_S
@@ -120,27 +125,31 @@ def _give_up(lanes: Sequence[_Lane]) -> None:
 
 
 def _submit(engine: TransferEngine, buffers: Buffers, lane: _Lane) -> bool:
-    span = buffers.span_bytes
-    offset = (lane.submitted % min(lane.places, buffers.source.length_bytes // span)) * span
+    if lane.place + lane.spans > lane.places:
+        lane.place = 0
+    offset, length = lane.place * buffers.span_bytes, lane.spans * buffers.span_bytes
     source, target = buffers.source.address + offset, lane.address + offset
+    start = time.perf_counter()
     try:
-        job = engine.write(lane.peer, [source], [target], [span], timeout_s=_JOB_TIMEOUT_S)
+        job = engine.write(lane.peer, [source], [target], [length], timeout_s=_JOB_TIMEOUT_S)
     except FabricBusy:
         return False
-    lane.jobs.append(job)
-    lane.submitted += 1
+    lane.jobs.append((start, job))
+    lane.place += lane.spans
     return True
 
 
 def _reap(lane: _Lane) -> bool:
     """Takes jobs that are done, in whatever order they end; whether there were any."""
     left = []
-    for job in lane.jobs:
+    for start, job in lane.jobs:
         result = job.result()
         if result is None:
-            left.append(job)
+            left.append((start, job))
         elif result.error is not None:
             raise result.error
+        elif time.perf_counter() - start < _SHORT_JOB_S and lane.spans * 2 <= lane.places:
+            lane.spans *= 2
     done = len(lane.jobs) - len(left)
     lane.jobs = left
     return done > 0
@@ -151,14 +160,14 @@ def _nap(lanes: Sequence[_Lane]) -> None:
     for lane in lanes:
         if lane.jobs:
             with contextlib.suppress(TransferTimeout):
-                lane.jobs[0].wait(_NAP_S)
+                lane.jobs[0][1].wait(_NAP_S)
             return
     time.sleep(_NAP_S)
 
 
 def _drain(lanes: Sequence[_Lane]) -> None:
     for lane in lanes:
-        for job in lane.jobs:
+        for _start, job in lane.jobs:
             error = job.wait().error
             if error is not None:
                 raise error
@@ -169,7 +178,7 @@ def latencies(
 ) -> tuple[float, float]:
     """Median and 99th percentile in microseconds of a small write until it has landed, as a
     caller sees it. Raises the first job's error, and `FlowError`. [blocks]"""
-    lane = _Lane(peer, buffers.span_bytes)
+    lane = _Lane(peer, buffers)
     durations: list[float] = []
     end = time.perf_counter() + duration_s
     while time.perf_counter() < end or not durations:
@@ -193,7 +202,7 @@ def mismatch(engine: TransferEngine, buffers: Buffers, peer: Peer) -> str:
 
     Nobody else may write to the peer meanwhile. Raises as `stream` does. [blocks]
     """
-    lane = _Lane(peer, buffers.span_bytes)
+    lane = _Lane(peer, buffers)
     length = buffers.span_bytes
     bench_memory.fill(buffers.echo, None)
     for move, local in ((engine.write, buffers.source), (engine.read, buffers.echo)):
