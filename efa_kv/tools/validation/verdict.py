@@ -179,7 +179,7 @@ class _Judged(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge_nics(samples: Sequence[Sample], hosts: Sequence[HostFacts]) -> list[Problem]:
     """Devices that carry nothing after failures, that are slow, or whose operations failed."""
-    stalled = _stalled(samples, hosts)
+    stalled, disturbed = _stalled(samples, hosts)
     pairs = [one for one in samples if one.kind is Kind.PAIR and not one.error and one.rails]
     failed = _failed_ports(samples, hosts)
     # Without a failure it was not tried: the engine may prefer nearer devices.
@@ -193,7 +193,7 @@ def judge_nics(samples: Sequence[Sample], hosts: Sequence[HostFacts]) -> list[Pr
     slow: dict[_Port, float] = {}
     for direction in (_sending, _receiving):
         for port, judged in _judge(direct, hosts, direction).items():
-            if port not in dead | stalled and NOTHING_SHARE <= judged.share < SLOW_SHARE:
+            if port not in dead | disturbed and NOTHING_SHARE <= judged.share < SLOW_SHARE:
                 slow[port] = min(judged.share, slow.get(port, 1.0))
     explained = dead | stalled | set(slow)
     return [
@@ -276,8 +276,11 @@ def _failed_ports(samples: Iterable[Sample], hosts: Sequence[HostFacts]) -> set[
     return found
 
 
-def _stalled(samples: Iterable[Sample], hosts: Sequence[HostFacts]) -> set[_Port]:
-    """Ports on which operations never ended, with every other host that was tried."""
+def _stalled(
+    samples: Iterable[Sample], hosts: Sequence[HostFacts]
+) -> tuple[set[_Port], set[_Port]]:
+    """Ports on which operations never ended with every other host that was tried; and all on which
+    some did not, which the engine closes and opens again, so that their rates say nothing."""
     tried: dict[_Port, set[int]] = defaultdict(set)
     stuck: dict[_Port, set[int]] = defaultdict(set)
     for sample in samples:
@@ -289,7 +292,7 @@ def _stalled(samples: Iterable[Sample], hosts: Sequence[HostFacts]) -> set[_Port
                 tried[port].add(other.host)
                 if rail.stuck:
                     stuck[port].add(other.host)
-    return {port for port, others in stuck.items() if others == tried[port]}
+    return {port for port, others in stuck.items() if others == tried[port]}, set(stuck)
 
 
 def _told(
