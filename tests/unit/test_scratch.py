@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efa_kv.errors import LocalProtocolError
@@ -118,6 +118,7 @@ WORDS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(WORDS)
 def test_every_region_that_is_made_is_taken_back_and_never_two_at_once(
     words: list[tuple[str, int, int]],

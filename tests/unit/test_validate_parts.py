@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efa_kv.tools.validation import orders, outside, place, schedule, series
@@ -161,6 +161,7 @@ def test_the_first_of_a_list_of_nodes(nodes: str, first: str) -> None:
 # ---- rounds ---------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(2, 40))
 def test_rounds_hold_every_pair_once_and_no_host_twice(hosts: int) -> None:
     found = schedule.rounds(hosts)
@@ -173,6 +174,7 @@ def test_rounds_hold_every_pair_once_and_no_host_twice(hosts: int) -> None:
     assert len(found) == 2 * (hosts - 1 + hosts % 2)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 12), st.integers(1, 3))
 def test_steps_are_as_many_as_announced(hosts: int, repeats: int) -> None:
     found = list(schedule.steps(hosts, repeats))
@@ -199,12 +201,14 @@ def one_change(before: Series, now: Series) -> series.Change:
     return change
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.booleans())
 def test_a_run_equals_itself(samples: tuple[float, ...], less: bool) -> None:
     one = Series("bytes/s", samples, less)
     assert one_change(one, one).trend is Trend.SAME
 
 
+@settings(deadline=None)
 @given(SAMPLES, SAMPLES)
 def test_what_is_worse_one_way_is_better_the_other_way(
     one: tuple[float, ...], other: tuple[float, ...]
@@ -215,6 +219,7 @@ def test_what_is_worse_one_way_is_better_the_other_way(
     assert times is opposite[rates]
 
 
+@settings(deadline=None)
 @given(SAMPLES, SAMPLES)
 def test_runs_whose_samples_mingle_around_the_medians_are_the_same(
     one: tuple[float, ...], other: tuple[float, ...]
@@ -229,6 +234,7 @@ def test_runs_whose_samples_mingle_around_the_medians_are_the_same(
         assert trend is not Trend.SAME
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.floats(0.0, 1.0))
 def test_more_noise_never_makes_a_change(samples: tuple[float, ...], share: float) -> None:
     before = Series("u", samples)
@@ -239,6 +245,7 @@ def test_more_noise_never_makes_a_change(samples: tuple[float, ...], share: floa
         assert one_change(before, noisy).trend is Trend.SAME
 
 
+@settings(deadline=None)
 @given(st.floats(1.0, 1e9), st.floats(0.0, 0.9))
 def test_a_quiet_loss_beyond_the_ignored_share_is_seen(value: float, share: float) -> None:
     before, now = Series("u", (value,) * 3), Series("u", (value * share,) * 3)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efa_kv.tools.validation import schedule, verdict
@@ -81,12 +81,14 @@ def named(problems: list[Problem], fault: Fault) -> list[str]:
     return [", ".join(str(one) for one in p.suspects) for p in problems if p.fault is fault]
 
 
+@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(1, 16))
 def test_a_run_in_order_blames_nobody(hosts: int, nics: int) -> None:
     samples = run(hosts, nics, lambda *_: 0.95, noise=0.1)
     assert verdict.problems(samples, facts(hosts, nics)) == []
 
 
+@settings(deadline=None)
 @given(
     st.integers(3, 6),
     st.integers(3, 16),
