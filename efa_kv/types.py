@@ -219,13 +219,15 @@ class JobResult(msgspec.Struct, frozen=True):
     """What became of a job.
 
     ``bytes`` have landed for certain, ``descriptors`` counts operations after merging
-    and cutting, ``error`` is None when everything has landed.
+    and cutting, ``error`` is None when everything has landed; ``fenced`` and ``stray`` are
+    as in `Result`.
     """
 
     bytes: int
     descriptors: int
     fenced: bool
     error: EfaKvError | None = None
+    stray: bool = False
 
 
 class Notice(msgspec.Struct, frozen=True):

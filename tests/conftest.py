@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,16 @@ MARKS_BY_FOLDER = {
     "faults": [pytest.mark.faults],
     "e2e": [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(E2E_TIMEOUT_S)],
 }
+
+
+def pytest_sessionstart() -> None:
+    """libfabric's shared memory outlives a killed process, under its number: whoever gets
+    the number again could not open an endpoint."""
+    for path in Path("/dev/shm").glob("*:*:*"):
+        process = path.name.partition(":")[0]
+        if process.isdecimal() and not Path("/proc", process).exists():
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,10 @@
 The rule that everything here serves: an answer is given only when no operation of the
 transfer can move a byte any more.  Where even waiting does not bring that proof, the
 transfer goes into quarantine: its session is refused until it has settled.
+
+Over software providers a write that failed may still land: there the peer is asked to
+keep it out (`TransferEngine.fence_peer`), and then everything is written once more, since
+a broken connection is nothing that a caller should hear of.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from efa_kv.errors import (
 )
 from efa_kv.fabric import unsigned
 from efa_kv.runtime.engine import Peer, TransferEngine
+from efa_kv.runtime.fencing import PeerFence
 from efa_kv.runtime.job import Job
 from efa_kv.types import READ, JobResult, U64Array
 
@@ -34,8 +39,10 @@ _log = logging.getLogger(__name__)
 # Back-pressure clears within the time that some operations need.
 _BUSY_PAUSE_S: Final = (0.0005, 0.02)
 _RESTARTS_MAX: Final = 3
-# A key that changes again and again is a broken peer.
-_KEY_CHANGES_MAX: Final = 3
+# A peer whose keys change, or that loses bytes, again and again is a broken one.
+_REPEATS_MAX: Final = 3
+# A peer that lives answers at once.
+_FENCE_ANSWER_S: Final = 2.0
 # The core ends a job at its own deadline; this is how much later we stop believing it.
 _DEADLINE_SLACK_S: Final = 1.0
 # A long transfer gets more time: 1 GB/s at the least.
@@ -128,10 +135,11 @@ class Transfer:
         self._engine = engine
         self._quarantine = quarantine
         timeout_s = engine.config.transfer_timeout_s + self.bytes * _SECONDS_PER_BYTE
-        self._fence_s = engine.config.transfer_timeout_s
         self._deadline = self.started + timeout_s
         self._job: Job | None = None
-        self._key_changes = 0
+        self._peer: Peer | None = None
+        self._lost: PeerFence | None = None
+        self._repeats = 0
 
     @property
     def seconds(self) -> float:
@@ -172,6 +180,8 @@ class Transfer:
         and then no byte can move any more, or the session is in quarantine."""
         while self._job is not None:
             result = self._settle(self._job)
+            if result.stray and result.fenced:
+                self._fence().wait(_FENCE_ANSWER_S)
             if self._finish(result):
                 return
 
@@ -187,9 +197,11 @@ class Transfer:
             try:
                 result = job.wait(0.0, fenced=True)
             except TransferTimeout:
-                if time.monotonic() < self._deadline + self._fence_s:
+                if time.monotonic() < self._deadline + self._engine.config.transfer_timeout_s:
                     return False
                 result = self._give_up(job)
+        if result.stray and result.fenced and not self._fence().answered:
+            return False
         return self._finish(result)
 
     def settled(self) -> bool:
@@ -197,7 +209,8 @@ class Transfer:
         if self._job is None:
             return True
         try:
-            return self._job.wait(0.0, fenced=True).fenced
+            result = self._job.wait(0.0, fenced=True)
+            return result.fenced and (not result.stray or self._fence().holds())
         except TransferTimeout:
             return False
         except EfaKvError:
@@ -206,7 +219,7 @@ class Transfer:
     # ---- inside -----------------------------------------------------------------------
 
     def _submit(self, timeout_s: float) -> Job:
-        peer = self._engine.connect(self.session)
+        self._peer = peer = self._engine.connect(self.session)
         move = self._engine.read if self.operation == READ else self._engine.write
         return move(peer, *self.columns, timeout_s=timeout_s)
 
@@ -220,7 +233,7 @@ class Transfer:
             if result.fenced:
                 return result
         try:
-            return job.wait(self._fence_s, fenced=True)
+            return job.wait(self._engine.config.transfer_timeout_s, fenced=True)
         except TransferTimeout:
             return self._give_up(job)
 
@@ -233,7 +246,7 @@ class Transfer:
             self.verb,
             self.bytes,
             self.session,
-            self._fence_s,
+            self._engine.config.transfer_timeout_s,
         )
         error = TransferTimeout("The deadline passed, and operations are still in flight.")
         return JobResult(0, 0, False, error)
@@ -244,21 +257,51 @@ class Transfer:
         if error is None:
             self._job = None
             return True
-        if isinstance(error, AccessRefused) and result.fenced and self._learn_keys():
+        again = False
+        if result.fenced and result.stray:
+            again = self._keep_out(error)
+        elif result.fenced and isinstance(error, AccessRefused):
+            again = self._learn_keys()
+        if again:
             self.start()
             return False
         if result.fenced:
             self._job = None
         raise error
 
+    def _fence(self) -> PeerFence:
+        """The question to the peer whether it keeps out what was lost on the way."""
+        if self._lost is None:
+            assert self._peer is not None
+            self._lost = self._engine.fence_peer(self._peer)
+        return self._lost
+
+    def _keep_out(self, error: EfaKvError) -> bool:
+        """Whether the peer keeps out what was lost and it makes sense to write again; with
+        the transfer in quarantine, and ``error`` raised, when it does not say so."""
+        if not self._fence().holds():
+            self._quarantine.put(self)
+            _log.error(
+                "a write of %d bytes to %s failed and the peer does not say that it keeps the "
+                "lost bytes out; the session is refused until it does",
+                self.bytes,
+                self.session,
+            )
+            raise error
+        self._lost = None
+        return self._may_repeat()
+
+    def _may_repeat(self) -> bool:
+        """Pieces that landed are written again, which does no harm: same bytes, same place."""
+        self._repeats += 1
+        return self._repeats <= _REPEATS_MAX and time.monotonic() < self._deadline
+
     def _learn_keys(self) -> bool:
-        """Whether the peer told its present keys.  Pieces that landed are written again,
-        which does no harm: same bytes, same place."""
-        self._key_changes += 1
-        remaining_s = self._deadline - time.monotonic()
-        if self._key_changes > _KEY_CHANGES_MAX or remaining_s <= 0:
+        """Whether the peer told its present keys."""
+        if not self._may_repeat():
             return False
         _log.info("the memory keys of %s changed; asking for the present ones", self.session)
+        remaining_s = max(0.0, self._deadline - time.monotonic())
         return refresh(self._engine, self._engine.connect(self.session), remaining_s)
 
 

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
 import zmq
@@ -163,6 +164,34 @@ class ControlThread:
         """Results with this number are of no interest any more. (any thread)"""
         self._jobs.pop(token, None)
 
+    def find(self, address: str) -> Future[SessionHandle]:
+        """The session at an address once it is READY, or why it will not be; the future is
+        set on the control thread.  Raises what `later` raises. (any thread)"""
+        answer: Future[SessionHandle] = Future()
+
+        def ask(now: float) -> None:
+            handles: list[SessionHandle] = []
+            early: list[EfaKvError | None] = []
+
+            def arrived(error: EfaKvError | None) -> None:
+                if not handles:
+                    early.append(error)
+                elif error is not None:
+                    answer.set_exception(error)
+                else:
+                    answer.set_result(handles[0])
+
+            try:
+                handles.append(self.sessions.connect(address, now, arrived))
+            except EfaKvError as problem:
+                answer.set_exception(problem)
+                return
+            if early:
+                arrived(early[0])
+
+        self.later(ask)
+        return answer
+
     def publish(self, change: Change) -> None:
         """Tells the peers about a change of our regions. (any thread)"""
         try:
@@ -188,6 +217,10 @@ class ControlThread:
                 _log.error("the control thread did not end within %g s", timeout_s)
 
     # ---- for handlers -----------------------------------------------------------------
+
+    def now(self) -> float:
+        """The time in seconds as handlers are told it."""
+        return time.monotonic()
 
     def connect(self, address: str) -> SessionHandle:
         """The session at an address, greeting it if needed; on_session tells the rest."""

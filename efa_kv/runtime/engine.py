@@ -38,6 +38,7 @@ from efa_kv.errors import (
 from efa_kv.fabric import Fabric, choose_protocol, unsigned
 from efa_kv.memory import ACCESS_ALL, Change
 from efa_kv.runtime.control import ControlThread, Handler
+from efa_kv.runtime.fencing import Fencing, PeerFence
 from efa_kv.runtime.greeting import Greeter, Identity, this_process
 from efa_kv.runtime.handle import SessionHandle
 from efa_kv.runtime.job import Job, inside_event_loop
@@ -151,6 +152,8 @@ class TransferEngine:
                 self.config, self.fabric, router, greeter, peers, self._book.rails_changed
             )
             self.control.add_handler(Lender(self.control, self._book, self.config.scratch_bytes))
+            self._fencing = Fencing(self.control, self._book.fence, self.config.handshake_timeout_s)
+            self.control.add_handler(self._fencing)
             undo.pop_all()
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()
@@ -279,29 +282,7 @@ class TransferEngine:
             raise LocalProtocolError("connect would wait for its own thread; use control.connect.")
         self.start()
         timeout_s = self.config.handshake_timeout_s if timeout_s is None else timeout_s
-        answer: Future[SessionHandle] = Future()
-
-        def ask(now: float) -> None:
-            handles: list[SessionHandle] = []
-            early: list[EfaKvError | None] = []
-
-            def arrived(error: EfaKvError | None) -> None:
-                if not handles:
-                    early.append(error)
-                elif error is not None:
-                    answer.set_exception(error)
-                else:
-                    answer.set_result(handles[0])
-
-            try:
-                handles.append(self.control.sessions.connect(session, now, arrived))
-            except EfaKvError as problem:
-                answer.set_exception(problem)
-                return
-            if early:
-                arrived(early[0])
-
-        self.control.later(ask)
+        answer = self.control.find(session)
         try:
             handle = answer.result(timeout_s)
         except FutureTimeoutError:
@@ -314,6 +295,17 @@ class TransferEngine:
                 self._peers.clear()
             peer = self._peers[session] = Peer(handle)
         return peer
+
+    def fence_peer(self, peer: Peer) -> PeerFence:
+        """Has the peer keep out what failed on the way to it (`JobResult.stray`): once the
+        fence holds, nothing that was posted to this incarnation before lands.  Never
+        blocks."""
+
+        def ask() -> Future[bool]:
+            self._check_usable()
+            return self._fencing.ask(peer.session, peer.incarnation)
+
+        return PeerFence(ask)
 
     def warmup(self, session: str | Peer, timeout_s: float | None = None) -> None:
         """Resolves every pair of devices before the first transfer. [blocks]"""

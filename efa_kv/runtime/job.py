@@ -170,7 +170,8 @@ class Job:
     def _take(self, raw: Result) -> JobResult | None:
         if not raw.done:
             return None
-        result = JobResult(raw.bytes, raw.descriptors, raw.fenced, result_error(raw, self._peer))
+        error = result_error(raw, self._peer)
+        result = JobResult(raw.bytes, raw.descriptors, raw.fenced, error, raw.stray)
         if isinstance(result.error, AccessRefused) and self._result is None:
             self._on_access_refused()
         self._finish(result)

@@ -120,8 +120,12 @@ class RegionBook:
             self._fence()
             return self.published.epoch
 
+    def fence(self) -> None:
+        """Nothing that was on its way here and has not ended well lands from now on. [blocks]"""
+        with self._lock:
+            self._fence()
+
     def _fence(self) -> None:
-        """What the change of keys alone does not keep out."""
         self._registry.reset_loose_rails()
         self._announce_rails()
 

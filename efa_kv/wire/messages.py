@@ -8,7 +8,8 @@
 
 Regions, and the NICs' addresses, travel with an epoch that their owner counts up at each
 change, so that a peer notices when it missed one.  The handoff's messages are in
-`efa_kv.wire.handoff`, notes between users in `efa_kv.wire.notes`.
+`efa_kv.wire.handoff`, notes between users in `efa_kv.wire.notes`, a failed transfer's in
+`efa_kv.wire.fence`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 from efa_kv.errors import LocalProtocolError, RemoteProtocolError
 from efa_kv.types import U64, Incarnation, NicRecord, ProcessRecord, RegionRecord
 from efa_kv.wire.envelope import HEADER_BYTES, MAX_MESSAGE_BYTES, Message, open_frame, seal
+from efa_kv.wire.fence import FENCE_TYPES
 from efa_kv.wire.handoff import HANDOFF_TYPES
 from efa_kv.wire.notes import NOTE_TYPES
 from efa_kv.wire.scratch import SCRATCH_TYPES
@@ -140,10 +142,10 @@ SESSION_TYPES: Final[tuple[type[Message], ...]] = (
     Regions,
 )
 MESSAGE_TYPES: Final[tuple[type[Message], ...]] = (
-    SESSION_TYPES + HANDOFF_TYPES + NOTE_TYPES + SCRATCH_TYPES
+    SESSION_TYPES + HANDOFF_TYPES + NOTE_TYPES + FENCE_TYPES + SCRATCH_TYPES
 )
 #: What handlers are told of a visitor.
-VISITOR_TYPES: Final[tuple[type[Message], ...]] = SCRATCH_TYPES
+VISITOR_TYPES: Final[tuple[type[Message], ...]] = FENCE_TYPES + SCRATCH_TYPES
 
 _encoder = msgspec.msgpack.Encoder()
 _any_message: Any = Union[MESSAGE_TYPES]  # noqa: UP007 - built from a tuple

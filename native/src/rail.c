@@ -7,6 +7,7 @@
 #include <rdma/fi_errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "error.h"
 
@@ -140,6 +141,12 @@ static int rail_open_endpoint(struct rail *rail, ekv_error *error)
         log_write(rail->log, LOG_DEBUG, "%s: no event queue: %s", rail->nic.name,
                   rail_strerror(rail, (int)answer));
     answer = fi_enable(rail->endpoint);
+    /* Not removed here: another container may share the folder and use the number too. */
+    if (answer == -FI_EBUSY && rail_is_guarded(rail))
+        return error_set(error, EKV_EPROVIDER, FI_EBUSY, "fi_enable",
+                         "a process that was killed and had our number, %d, has left its shared "
+                         "memory behind. Remove /dev/shm/%d:* and start again",
+                         (int)getpid(), (int)getpid());
     if (answer != 0)
         return rail_fail(rail, error, answer, "fi_enable");
     return EKV_OK;
