@@ -145,7 +145,7 @@ MESSAGE_TYPES: Final[tuple[type[Message], ...]] = (
     SESSION_TYPES + HANDOFF_TYPES + NOTE_TYPES + FENCE_TYPES + SCRATCH_TYPES
 )
 #: What handlers are told of a visitor.
-VISITOR_TYPES: Final[tuple[type[Message], ...]] = FENCE_TYPES + SCRATCH_TYPES
+VISITOR_TYPES: Final[tuple[type[Message], ...]] = SCRATCH_TYPES
 
 _encoder = msgspec.msgpack.Encoder()
 _any_message: Any = Union[MESSAGE_TYPES]  # noqa: UP007 - built from a tuple

@@ -148,6 +148,7 @@ struct ekv_engine {
     _Atomic uint64_t resets;
     _Atomic uint64_t resets_seen; /* by ekv_engine_resets */
     _Atomic uint32_t overdue;     /* jobs that failed and do not settle */
+    _Atomic uint64_t moved_ns;    /* when a peer's address changed last, or 0 */
 
     pthread_mutex_t event_lock;
     int event_fd;

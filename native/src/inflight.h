@@ -33,6 +33,7 @@ struct operation {
     struct fi_context2 context; /* the provider's scratch room; must stay first */
     enum operation_kind kind;
     uint32_t nic;      /* the peer's NIC */
+    uint32_t version;  /* of that NIC's address */
     uint32_t attempts; /* how often this stripe was posted before */
     bool is_read;
     struct job *job;

@@ -47,7 +47,7 @@ static void peer_empty(struct peer *peer, uint32_t rail_count)
         free(peer->rails[i].paths);
     free(peer->rails);
     free(peer->nics);
-    free(peer->nic_versions);
+    free((void *)peer->nic_versions);
     neighbour_close(peer->neighbour);
     peer->neighbour = NULL;
     peer->regions = NULL;
@@ -177,7 +177,7 @@ bool peer_nics_move(struct peer *peer, const ekv_nic *nics, size_t count)
             continue;
         memcpy(nic->address, nics[i].address, sizeof nic->address);
         nic->address_length = nics[i].address_length;
-        peer->nic_versions[i]++;
+        atomic_fetch_add(&peer->nic_versions[i], 1);
     }
     pthread_rwlock_unlock(&peer->lock);
     return same;

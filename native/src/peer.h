@@ -72,9 +72,9 @@ struct peer {
     _Atomic int state;
     bool same_process;
     uint64_t incarnation;
-    struct neighbour *neighbour; /* the short way to its process, or NULL */
-    ekv_nic *nics;               /* their addresses are guarded by lock */
-    uint32_t *nic_versions;      /* how often each address changed; guarded by lock */
+    struct neighbour *neighbour;    /* the short way to its process, or NULL */
+    ekv_nic *nics;                  /* their addresses are guarded by lock */
+    _Atomic uint32_t *nic_versions; /* how often each address changed; set with lock held */
     uint32_t nic_count;
     struct peer_rail *rails;
     _Atomic uint32_t jobs;        /* jobs that may still touch it */

@@ -232,6 +232,8 @@ int ekv_peer_nics(struct ekv_engine *engine, ekv_peer_id id, const ekv_nic *nics
         code = error_set(error, EKV_EINVAL, 0, "ekv_peer_nics",
                          "these are not the %u NICs that the peer was added with, in their order",
                          peer->nic_count);
+    if (code == EKV_OK)
+        atomic_store(&engine->moved_ns, clock_now_ns());
     for (uint32_t i = 0; code == EKV_OK && i < engine->group_count; i++) {
         struct command command = {.run = command_meet, .peer = peer};
 

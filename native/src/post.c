@@ -224,6 +224,7 @@ static struct operation *aim_operation(struct job *job, const struct aim *aim,
     operation->job = job;
     operation->peer = job->peer;
     operation->nic = aim->nic;
+    operation->version = job->peer->rails[aim->rail->index].paths[aim->nic].version;
     return operation;
 }
 

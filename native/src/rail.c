@@ -287,6 +287,7 @@ static void rail_close_queues(struct rail *rail)
     rail->wait_fd = -1;
     rail->known_count = 0;
     rail->known_idle = false;
+    rail->exhausted = false;
 }
 
 bool rail_can_reopen(const struct rail *rail)
@@ -370,6 +371,13 @@ static struct rail_address *rail_address_find(struct rail *rail, const uint8_t *
     return NULL;
 }
 
+/* shm of libfabric 1.17 crashes in a write after an address was removed and another one
+ * inserted (seen); there they stay until the rail is reset. */
+static bool rail_keeps_addresses(const struct rail *rail)
+{
+    return rail_is_guarded(rail);
+}
+
 bool rail_address_take(struct rail *rail, const uint8_t *bytes, uint32_t length, fi_addr_t *address)
 {
     struct rail_address *known = rail_address_find(rail, bytes, length);
@@ -381,8 +389,10 @@ bool rail_address_take(struct rail *rail, const uint8_t *bytes, uint32_t length,
             return false;
         memcpy(made.bytes, bytes, length);
         /* Anything but one inserted address is a failure, whatever errno says. */
-        if (fi_av_insert(rail->addresses, made.bytes, 1, &made.address, 0, NULL) != 1)
+        if (fi_av_insert(rail->addresses, made.bytes, 1, &made.address, 0, NULL) != 1) {
+            rail->exhausted |= rail->known_idle && rail_keeps_addresses(rail);
             return false;
+        }
         if (rail->known_count == rail->known_capacity) {
             uint32_t capacity = rail->known_capacity ? rail->known_capacity * 2 : 16;
             struct rail_address *grown = realloc(rail->known, capacity * sizeof *grown);
@@ -423,7 +433,11 @@ void rail_address_give(struct rail *rail, fi_addr_t address)
 {
     struct rail_address *known = rail_address_leave(rail, address);
 
-    if (known)
+    if (!known)
+        return;
+    if (rail_keeps_addresses(rail))
+        rail->known_idle = true;
+    else
         rail_address_remove(rail, known);
 }
 
@@ -434,7 +448,7 @@ void rail_address_retire(struct rail *rail, fi_addr_t address)
 
 void rail_address_sweep(struct rail *rail)
 {
-    if (!rail->known_idle || rail->in_flight > 0)
+    if (!rail->known_idle || rail->in_flight > 0 || rail_keeps_addresses(rail))
         return;
     rail->known_idle = false;
     for (uint32_t i = rail->known_count; i-- > 0;)

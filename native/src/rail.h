@@ -98,6 +98,7 @@ struct rail {
     uint32_t known_count;
     uint32_t known_capacity;
     bool known_idle; /* some have no users any more, and wait until nothing is in flight */
+    bool exhausted;  /* no room for another because of those that cannot be removed */
 
     struct rail_counters counters;
 };

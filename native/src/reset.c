@@ -5,8 +5,10 @@
  *   - when a caller asks, because its peers may not write here any more and the provider
  *     has no better way to stop them;
  *   - when operations of a job that failed long ago do not end: without it the job's
- *     memory would stay lent out for as long as its peer stays silent;
- *   - when a rail that fences falls silent while the others go on.
+ *     memory would stay lent out for as long as its peer stays silent; likewise those to
+ *     an address that the peer has given up;
+ *   - when a rail that fences falls silent while the others go on;
+ *   - when it has no room for another peer because of those that are gone.
  * Progress threads find out and ask; the mender, a thread of its own, carries out one
  * reset at a time, because engines of one process may have to be waited for before (see
  * registry_flush).  A rail that cannot be opened again stays out and is tried again later.
@@ -27,11 +29,14 @@
 /* Longer than a network needs to find out that one of its parts has failed. */
 #define RESET_SILENT_NS (3 * NS_PER_SECOND)
 #define RESET_LOOK_NS (100 * NS_PER_MS)
+/* How long after a peer's address has changed operations to the old one are looked for. */
+#define RESET_MOVED_NS (60 * NS_PER_SECOND)
 #define RESET_BACKOFF_FIRST_NS NS_PER_SECOND
 #define RESET_BACKOFF_LONGEST_NS (30 * NS_PER_SECOND)
 
-static const char rail_overdue[] = "operations of a job that failed do not end";
+static const char rail_overdue[] = "operations that cannot succeed any more do not end";
 static const char rail_silent[] = "it has fallen silent, and the others have not";
+static const char rail_exhausted[] = "its address vector is full of peers that are gone";
 static const char rail_asked[] = "it was asked for";
 
 /* ---- in the progress thread ---------------------------------------------- */
@@ -162,14 +167,22 @@ static void group_mark_overdue(struct group *group, uint64_t now_ns)
     }
 }
 
-/* An overdue job whose peer settles nothing here; one that is slow is left alone. */
+static bool operation_is_hopeless(const struct operation *operation)
+{
+    if (operation->kind == OPERATION_FREE || operation->kind == OPERATION_RECEIVE)
+        return false;
+    if (operation->version != atomic_load(&operation->peer->nic_versions[operation->nic]))
+        return true;
+    return operation->kind != OPERATION_WARM && atomic_load(&operation->job->overdue);
+}
+
+/* And its peer settles nothing here; one that is slow is left alone. */
 static bool rail_is_overdue(const struct rail *rail, uint64_t now_ns)
 {
     for (size_t i = 0; i < rail->inflight.count; i++) {
         const struct operation *operation = &rail->inflight.slots[i];
 
-        if (operation->kind != OPERATION_FREE && operation->job &&
-            atomic_load(&operation->job->overdue) &&
+        if (operation_is_hopeless(operation) &&
             long_ago(operation->peer->rails[rail->index].settled_ns, now_ns, RESET_OVERDUE_NS))
             return true;
     }
@@ -197,19 +210,26 @@ static bool rail_alone_is_silent(const struct group *group, const struct rail *r
 
 void group_check_stuck(struct group *group, uint64_t now_ns)
 {
+    uint64_t moved_ns = atomic_load(&group->engine->moved_ns);
+    bool suspicious;
+
     if (now_ns - group->stuck_ns < RESET_LOOK_NS)
         return;
     group->stuck_ns = now_ns;
     group_mark_overdue(group, now_ns);
+    suspicious = atomic_load(&group->engine->overdue) > 0 ||
+                 (moved_ns != 0 && !long_ago(moved_ns, now_ns, RESET_MOVED_NS));
     for (uint32_t i = 0; i < group->rail_count; i++) {
         struct rail *rail = &group->engine->rails[group->rail_first + i];
 
         if (!rail->endpoint || !rail_can_reopen(rail))
             continue;
-        if (atomic_load(&group->engine->overdue) > 0 && rail_is_overdue(rail, now_ns))
+        if (suspicious && rail_is_overdue(rail, now_ns))
             mender_ask(group->engine, rail, rail_overdue);
         else if (rail_alone_is_silent(group, rail, now_ns))
             mender_ask(group->engine, rail, rail_silent);
+        else if (rail->exhausted)
+            mender_ask(group->engine, rail, rail_exhausted);
     }
 }
 

@@ -83,6 +83,7 @@ static bool warm_item_post(struct group *group, const struct warm_item *item, ui
     operation->kind = OPERATION_WARM;
     operation->peer = peer;
     operation->nic = item->nic;
+    operation->version = peer->rails[item->rail].paths[item->nic].version;
     operation->warm = item->warm;
     notice_encode(operation->message, NOTICE_KIND_EMPTY, &nothing);
     answer = rail_post_message(rail, operation, address);

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,17 @@ class Child:
     def digest(self, name: str) -> int:
         values = self.buffers[name].astype(np.uint64)
         return int((values * np.arange(1, len(values) + 1, dtype=np.uint64)).sum())
+
+    def break_connections(self, seconds: float) -> int:
+        """New endpoints again and again for so long; how often."""
+        fabric = self.engine._state.engine.fabric
+        end, count = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            for rail in range(len(fabric.rails())):
+                fabric.rail_reset(rail)
+            count += 1
+            time.sleep(0.3)
+        return count
 
     def notifies(self) -> list[list[str]]:
         return [[note.name, note.msg] for note in self.engine.get_notifies()]

@@ -260,6 +260,28 @@ def test_a_failure_names_session_and_cause_and_moves_nothing(
     assert engine.transfer_sync_write(child.session, here, remote, 8) == 0
 
 
+def test_connections_that_break_are_nothing_a_caller_hears_of(
+    opened: Any, target: Any, protocol: str
+) -> None:
+    engine, child = opened(protocol), target(protocol)
+    size = 32 << 20
+    source = random_bytes(size, 11)
+    here = registered(engine, source)
+    remote = child.ask("register", name="a", size=size)
+    resets: list[int] = []
+    breaker = threading.Thread(
+        target=lambda: resets.append(child.ask("break_connections", seconds=2.0))
+    )
+    breaker.start()
+    codes = []
+    while breaker.is_alive():
+        codes.append(engine.transfer_sync_write(child.session, here, remote, size))
+    breaker.join()
+    assert resets[0] > 1
+    assert set(codes) == {0}
+    assert child.ask("digest", name="a") == digest(source)
+
+
 def test_memory_that_comes_later_and_goes(opened: Any, target: Any, protocol: str) -> None:
     engine, child = opened(protocol), target(protocol)
     source = random_bytes(4096, 8)
