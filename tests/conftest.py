@@ -10,6 +10,9 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 E2E_TIMEOUT_S = 900
 
+# Before anybody imports it: its asserts are to say what they compared.
+pytest.register_assert_rewrite("runs")
+
 # The folder's marker, and for model servers the time that their start takes.
 MARKS_BY_FOLDER = {
     "integration": [pytest.mark.integration],

@@ -8,14 +8,9 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_demo.model import OFFLINE, REPOSITORY, Model
-from vllm_demo.processes import LOOPBACK, ReservedPorts, stop_together
-from vllm_demo.servers import (
-    HEALTH_TIMEOUT_S,
-    HttpServer,
-    Progress,
-    wait_until_ready,
-)
+from demo_common.model import OFFLINE, REPOSITORY, Model
+from demo_common.processes import LOOPBACK, ReservedPorts
+from demo_common.servers import HEALTH_TIMEOUT_S, HttpServer, Progress, RoutedServers
 
 from sglang_demo.model import SGLANG_PYTHON, STUBS
 
@@ -147,7 +142,7 @@ class Router(HttpServer):
         return len(workers) == 2 and all(worker.get("is_healthy") for worker in workers)
 
 
-class Pair:
+class Pair(RoutedServers):
     """A prefill server, a decode server, a router, and a server alone to compare with."""
 
     def __init__(
@@ -160,46 +155,22 @@ class Pair:
         environment: Mapping[str, str] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._ports = ReservedPorts()
-        self._progress = progress
-        bootstrap_port = self._ports.take()
+        ports = ReservedPorts()
+        bootstrap_port = ports.take()
         self.prefill, self.decode = (
             SglangServer(
                 role,
                 model,
-                self._ports.take(),
+                ports.take(),
                 logs,
                 role,
-                bootstrap_port if role == "prefill" else self._ports.take(),
+                bootstrap_port if role == "prefill" else ports.take(),
                 options,
                 environment,
             )
             for role in ("prefill", "decode")
         )
-        self.alone = SglangServer("alone", model, self._ports.take(), logs)
-        self.router = Router(self.prefill, self.decode, bootstrap_port, self._ports, logs)
-        self._models = [self.prefill, self.decode, *([self.alone] if compared else [])]
-
-    @property
-    def servers(self) -> tuple[HttpServer, ...]:
-        return (*self._models, self.router)
-
-    def __enter__(self) -> Pair:
-        try:
-            for server in self._models:
-                server.start()
-            wait_until_ready(self._models, progress=self._progress)
-            # The router gives up on servers that take long, so it comes last.
-            self.router.start()
-            wait_until_ready([self.router], progress=self._progress)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        with self._ports:
-            stop_together(self.servers)
+        self.alone = SglangServer("alone", model, ports.take(), logs)
+        router = Router(self.prefill, self.decode, bootstrap_port, ports, logs)
+        models = [self.prefill, self.decode, *([self.alone] if compared else [])]
+        super().__init__(models, router, ports, progress)

@@ -1,39 +1,13 @@
-"""Makes and describes the models that the demo and the tests serve."""
+"""The models that the demo and the tests serve, made in vLLM's environment."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from demo_common.model import REPOSITORY, Maker, Model
+
 VLLM_BIN = REPOSITORY / ".venv-vllm" / "bin"
-MODELS = REPOSITORY / "build" / "models"
-
-# What each kind computes with. In single precision a sum taken in another order does not
-# change which token comes next, so equal KV gives equal answers; and it keeps to
-# instructions without state of their own. vLLM has latent attention in bfloat16 only.
-DTYPES = {"llama": "float32", "mla": "bfloat16"}
-BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
-
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-
-
-class ModelError(Exception):
-    """The tiny model could not be made."""
-
-
-@dataclass(frozen=True)
-class Model:
-    path: Path
-    kind: str
-    dtype: str
-    block_tokens: int
-    kv_bytes_per_token: int
+MAKER = Maker("vLLM", VLLM_BIN / "python", "make setup-vllm")
 
 
 def block_tokens(kind: str) -> int:
@@ -45,51 +19,6 @@ def block_tokens(kind: str) -> int:
     return 16 if kind == "mla" and not has_tiles else 32
 
 
-def kv_bytes_per_token(config: dict, dtype: str) -> int:
-    """The bytes that one token takes in the KV cache, over all layers."""
-    if config.get("kv_lora_rank"):
-        values = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    else:
-        values = 2 * config["num_key_value_heads"] * config["head_dim"]
-    return config["num_hidden_layers"] * values * BYTES_PER_VALUE[dtype]
-
-
 def make_model(kind: str = "llama", seed: int = 0) -> Model:
     """The tiny model of this kind and seed; made once, then reused."""
-    script = Path(__file__).with_name("tiny_model.py")
-    path = MODELS / f"{kind}-{seed}"
-    if not path.exists() or path.stat().st_mtime < script.stat().st_mtime:
-        _write_model(script, path, kind, seed)
-    config = json.loads((path / "config.json").read_text())
-    dtype = DTYPES[kind]
-    return Model(path, kind, dtype, block_tokens(kind), kv_bytes_per_token(config, dtype))
-
-
-def _write_model(script: Path, path: Path, kind: str, seed: int) -> None:
-    python = VLLM_BIN / "python"
-    if not python.exists():
-        raise ModelError(
-            f"found: no {python}; expected: vLLM's environment; what to do: run 'make setup-e2e'"
-        )
-    MODELS.mkdir(parents=True, exist_ok=True)
-    # Written aside and renamed, so that two runs at once never see half a model.
-    scratch = Path(tempfile.mkdtemp(dir=MODELS, prefix=f".{path.name}-"))
-    try:
-        made = subprocess.run(
-            [str(python), str(script), str(scratch / "model"), kind, str(seed)],
-            check=False,
-            text=True,
-            env={**os.environ, **OFFLINE},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        if made.returncode != 0:
-            raise ModelError(
-                f"found: exit status {made.returncode} while making the {kind} model; "
-                f"expected: 0; what to do: read its output:\n{made.stdout[-4000:]}"
-            )
-        if path.exists():
-            path.rename(scratch / "replaced")
-        (scratch / "model").rename(path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    return MAKER.make(kind, seed, block_tokens(kind))

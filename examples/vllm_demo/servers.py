@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import time
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_demo.model import OFFLINE, REPOSITORY, VLLM_BIN, Model
-from vllm_demo.processes import (
-    LOOPBACK,
-    POLL_S,
-    ManagedProcess,
-    ReservedPorts,
-    ServerError,
-    stop_together,
-)
+from demo_common.model import OFFLINE, REPOSITORY, Model
+from demo_common.processes import LOOPBACK, ReservedPorts, ServerError
+from demo_common.servers import HttpServer, Progress, RoutedServers
+
+from vllm_demo.model import VLLM_BIN
 
 ROUTER_BIN = REPOSITORY / ".venv-router" / "bin" / "vllm-router"
 SERVED_NAME = "tiny"
-READY_TIMEOUT_S = 600.0
-HEALTH_TIMEOUT_S = 2.0
 DIALECTS = ("nixl", "mooncake")
 
 # Every byte must cross the provider here, also between two processes of one host.
 FABRIC = {"protocol": "tcp", "near": False, "host": LOOPBACK}
-
-Progress = Callable[[Sequence[ManagedProcess], Sequence[ManagedProcess]], None]
 
 
 def kv_transfer_config(role: str, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,29 +59,6 @@ def server_environment(processor: int) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": str(processor),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     }
-
-
-class HttpServer(ManagedProcess):
-    """A managed process that answers at a health address when it is ready."""
-
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: dict[str, str],
-        log: Path,
-        port: int,
-    ) -> None:
-        super().__init__(name, command, environment, log)
-        self.url = f"http://{LOOPBACK}:{port}"
-        self.port = port
-
-    def ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
-                return bool(answer.status == 200)
-        except OSError:  # refused, reset, timed out, or an error status
-            return False
 
 
 class VllmServer(HttpServer):
@@ -164,8 +131,8 @@ class Router(HttpServer):
         super().__init__("router", command, dict(os.environ), logs / "router.log", port)
 
 
-class Pair:
-    """A prefill server, a decode server and a router, all three or none."""
+class Pair(RoutedServers):
+    """A prefill server, a decode server and a router."""
 
     def __init__(
         self,
@@ -181,14 +148,13 @@ class Pair:
                 f"found: dialect {dialect!r}; expected: one of {', '.join(DIALECTS)}; "
                 "what to do: name one of them"
             )
-        self._ports = ReservedPorts()
-        self._progress = progress
+        ports = ReservedPorts()
         prefill_processor, decode_processor = pinned_processors()
-        self.bootstrap_port = self._ports.take()
+        self.bootstrap_port = ports.take()
         self.prefill = VllmServer(
             "prefill",
             model,
-            self._ports.take(),
+            ports.take(),
             prefill_processor,
             logs,
             kv_transfer_config(
@@ -199,77 +165,18 @@ class Pair:
         self.decode = VllmServer(
             "decode",
             model,
-            self._ports.take(),
+            ports.take(),
             decode_processor,
             logs,
             kv_transfer_config("kv_consumer", extra or {}),
             options,
         )
-        self.router = Router(
+        router = Router(
             dialect,
             self.prefill,
             self.decode,
-            self._ports,
+            ports,
             logs,
             self.bootstrap_port if dialect == "mooncake" else None,
         )
-
-    @property
-    def servers(self) -> tuple[HttpServer, ...]:
-        return (self.prefill, self.decode, self.router)
-
-    def __enter__(self) -> Pair:
-        try:
-            # Both at once: most of the time goes into imports, one processor each.
-            self.prefill.start()
-            self.decode.start()
-            wait_until_ready([self.prefill, self.decode], progress=self._progress)
-            # The router asks its servers who they are as it starts, so it comes last.
-            self.router.start()
-            wait_until_ready([self.router], progress=self._progress)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        with self._ports:
-            stop_together(self.servers)
-
-
-def require_alive(servers: Sequence[HttpServer]) -> None:
-    for server in servers:
-        if not server.alive:
-            raise ServerError(
-                f"found: the {server.name} server has ended; "
-                "expected: a server that answers; "
-                f"what to do: {server.last_words()}"
-            )
-
-
-def wait_until_ready(
-    servers: Sequence[HttpServer],
-    timeout_s: float = READY_TIMEOUT_S,
-    progress: Progress | None = None,
-) -> None:
-    """Returns when all are ready; says which one died, and its last words."""
-    deadline = time.monotonic() + timeout_s
-    ready: list[HttpServer] = []
-    while len(ready) < len(servers):
-        require_alive(servers)
-        ready += [server for server in servers if server not in ready and server.ready()]
-        waiting = [server for server in servers if server not in ready]
-        if progress is not None:
-            progress(servers, waiting)
-        if waiting and time.monotonic() > deadline:
-            slowest = waiting[0]
-            raise ServerError(
-                f"found: the {slowest.name} server not ready after {timeout_s:.0f} s; "
-                "expected: a server that answers; "
-                f"what to do: {slowest.last_words()}"
-            )
-        if waiting:
-            time.sleep(POLL_S)
+        super().__init__((self.prefill, self.decode), router, ports, progress)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from vllm_demo.model import REPOSITORY, VLLM_BIN, make_model
-from vllm_demo.processes import ReservedPorts, stop_together
-from vllm_demo.servers import Router, VllmServer, pinned_processors, wait_until_ready
-from vllm_demo.traffic import complete, make_prompts, read_counters
+from demo_common.model import REPOSITORY
+from demo_common.processes import ReservedPorts
+from demo_common.servers import RoutedServers
+from demo_common.traffic import make_prompts
+from vllm_demo.model import VLLM_BIN, make_model
+from vllm_demo.servers import Router, VllmServer, pinned_processors
+from vllm_demo.traffic import complete, read_counters
 
 STUBS = REPOSITORY / "tests" / "vllm_stubs"
 PROMPTS = 6
@@ -49,16 +52,9 @@ def test_vllms_mooncake_connector_moves_kv_with_this_engine(tmp_path: Path) -> N
             )
         )
         router = Router("mooncake", prefill, decode, ports, tmp_path, bootstrap_port)
-        try:
-            prefill.start()
-            decode.start()
-            wait_until_ready([prefill, decode])
-            router.start()
-            wait_until_ready([router])
+        with RoutedServers((prefill, decode), router, ports):
             alone = [complete(prefill, prompt, cache_salt="alone").text for prompt in prompts]
             paired = [complete(router, prompt).text for prompt in prompts]
             assert paired == alone
             counted = read_counters(decode)
             assert counted.external_tokens > sum(len(prompt.text) for prompt in prompts) // 2
-        finally:
-            stop_together([prefill, decode, router])

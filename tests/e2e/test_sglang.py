@@ -4,48 +4,28 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import random
-import subprocess
-import sys
 import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from demo_common.processes import ReservedPorts, wait_until
+from demo_common.traffic import ALPHABET, Prompt
+from runs import demo_report
 from sglang_demo.model import make_model
 from sglang_demo.servers import Pair, SglangServer
 from sglang_demo.traffic import generate, read_counters
-from vllm_demo.model import REPOSITORY
-from vllm_demo.processes import ReservedPorts, wait_until
-from vllm_demo.traffic import ALPHABET, Prompt
 
-DEMO_TIMEOUT_S = 800
 START_TIMEOUT_S = 300
 THREADS = 8
 
 
 def test_the_pair_answers_like_a_server_alone(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    finished = subprocess.run(
-        [*(sys.executable, "-m", "sglang_demo"), *("--result", str(result))],
-        check=False,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=DEMO_TIMEOUT_S,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "examples")},
-    )
-    assert finished.returncode == 0, finished.stdout[-6000:]
-    report = json.loads(result.read_text())
-    assert report["identical"] is True
-    assert report["requests"] >= 12
-    assert report["provider"] not in ("", "shm")
+    report = demo_report("sglang_demo", tmp_path / "result.json")
     assert report["router"].startswith("sglang_router")
     details = report["requests_detail"]
-    assert report["external_tokens"] == sum(one["external_tokens"] for one in details)
     assert all(one["external_tokens"] == one["prompt_tokens"] for one in details)
     assert all(one["problem"] is None for one in details)
 

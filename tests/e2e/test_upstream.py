@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from vllm_demo.model import OFFLINE, REPOSITORY, VLLM_BIN, make_model
+from demo_common.model import OFFLINE, REPOSITORY
+from vllm_demo.model import VLLM_BIN, make_model
 
 HERE = Path(__file__).resolve().parent / "upstream"
 UPSTREAM = REPOSITORY / "build" / "upstream"

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_demo.model import REPOSITORY, VLLM_BIN, Model, make_model
-from vllm_demo.processes import ReservedPorts
+from demo_common.model import REPOSITORY, Model
+from demo_common.processes import ReservedPorts
+from vllm_demo.model import VLLM_BIN, make_model
 from vllm_demo.servers import kv_transfer_config, pinned_processors, server_environment
 
 SCRIPT = Path(__file__).resolve().with_name("engine_process.py")

@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from demo_common.model import REPOSITORY
+from demo_common.servers import HttpServer
 from prometheus_client.parser import text_string_to_metric_families
-from vllm_demo.model import REPOSITORY, make_model
-from vllm_demo.servers import SERVED_NAME, HttpServer, Pair
+from vllm_demo.model import make_model
+from vllm_demo.servers import SERVED_NAME, Pair
 
 LOGS = REPOSITORY / "build" / "test-logs" / "pair"
 TIMEOUT_S = 60.0

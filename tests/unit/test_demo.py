@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vllm_demo.model import Model, kv_bytes_per_token
-from vllm_demo.processes import (
+from demo_common.model import Model, kv_bytes_per_token
+from demo_common.processes import (
     LOOPBACK,
     ManagedProcess,
     ReservedPorts,
@@ -20,9 +20,9 @@ from vllm_demo.processes import (
     stop_together,
     wait_until,
 )
-from vllm_demo.report import Report, judge, what_is_missing
-from vllm_demo.servers import HttpServer, require_alive, wait_until_ready
-from vllm_demo.traffic import Answer, Counters, Prompt, make_prompts
+from demo_common.report import Report, judge, what_is_missing
+from demo_common.servers import HttpServer, require_alive, wait_until_ready
+from demo_common.traffic import Answer, Counters, Prompt, make_prompts
 
 BYTES_PER_TOKEN = 1024
 GOOD = Counters(

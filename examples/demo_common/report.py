@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vllm_demo.traffic import Answer, Counters, Prompt
+from demo_common.traffic import Answer, Counters, Prompt
 
 RECOMPUTED_TOKENS = 1  # a server always computes the last prompt token, for its logits
 
