@@ -204,39 +204,34 @@ class EngineBase:
             raise RuntimeError("this TransferEngine is not open; call initialize() first")
         return state
 
-    def _begin(
+    def _started(
         self, session: str, operation: int, local: Any, remote: Any, lengths: Any
-    ) -> Transfer:
-        state = self._need()
-        return Transfer(
-            state.engine, state.quarantine, session, operation, pieces(local, remote, lengths)
-        )
-
-    def _move(self, session: str, operation: int, local: Any, remote: Any, lengths: Any) -> int:
-        try:
-            transfer = self._begin(session, operation, local, remote, lengths)
-        except (EfaKvError, RuntimeError) as problem:
-            _log.error("a transfer with %s was not begun: %s", session, problem)
-            return FAILED
-        try:
-            transfer.start()
-        except EfaKvError as problem:
-            self._report(transfer, problem)
-            return FAILED
-        return self._wait(transfer)
-
-    def _submit(self, session: str, operation: int, local: Any, remote: Any, lengths: Any) -> int:
+    ) -> tuple[_Open, Transfer] | None:
+        """A transfer under way and what it runs on, which another thread may close by now;
+        None, and the reason in the log, where it did not begin."""
         try:
             state = self._need()
-            transfer = self._begin(session, operation, local, remote, lengths)
+            blocks = pieces(local, remote, lengths)
+            transfer = Transfer(state.engine, state.quarantine, session, operation, blocks)
         except (EfaKvError, RuntimeError) as problem:
             _log.error("a transfer with %s was not begun: %s", session, problem)
-            return 0
+            return None
         try:
             transfer.start()
         except EfaKvError as problem:
             self._report(transfer, problem)
+            return None
+        return state, transfer
+
+    def _move(self, session: str, operation: int, local: Any, remote: Any, lengths: Any) -> int:
+        started = self._started(session, operation, local, remote, lengths)
+        return FAILED if started is None else self._wait(started[1])
+
+    def _submit(self, session: str, operation: int, local: Any, remote: Any, lengths: Any) -> int:
+        started = self._started(session, operation, local, remote, lengths)
+        if started is None:
             return 0
+        state, transfer = started
         batch_id = next(state.ids)
         state.batches[batch_id] = transfer
         return batch_id

@@ -24,6 +24,7 @@ from efa_kv.fabric import choose_protocol, list_nics
 from efa_kv.mooncake import cuda, names
 from efa_kv.mooncake.base import EngineBase, numbers
 from efa_kv.mooncake.names import DONE, FAILED, NO_ENDPOINT, OK, PENDING, TransferNotify
+from efa_kv.mooncake.transfer import Transfer
 from efa_kv.types import READ, WRITE, Nic
 
 _log = logging.getLogger(__name__)
@@ -168,15 +169,13 @@ class TransferEngine(EngineBase):
 
     def transfer_check_status(self, batch_id: int) -> int:
         """1 landed, 0 not yet, -1 failed or unknown; an id that got 1 or -1 is gone."""
-        state = self._state
-        # Taken out while it is looked at, so that two threads never do it at once.
-        transfer = None if state is None else state.batches.pop(batch_id, None)
-        if state is None or transfer is None:
-            _log.error("batch id %r is not (or no longer) known here", batch_id)
+        batches = self._batches()
+        transfer = _taken_out(batches, batch_id)
+        if transfer is None:
             return FAILED
         try:
             if not transfer.poll():
-                state.batches[batch_id] = transfer
+                batches[batch_id] = transfer
                 return PENDING
         except EfaKvError as problem:
             self._report(transfer, problem)
@@ -188,13 +187,10 @@ class TransferEngine(EngineBase):
         """Waits for all; 0 when all have landed.  The ids are gone afterwards, and also
         after a failure none of their transfers is in flight. [blocks]"""
         code = OK
-        state = self._state
+        batches = self._batches()
         for batch_id in numbers(batch_ids):
-            transfer = None if state is None else state.batches.pop(batch_id, None)
-            if transfer is None:
-                _log.error("batch id %r is not (or no longer) known here", batch_id)
-                code = FAILED
-            elif self._wait(transfer) != OK:
+            transfer = _taken_out(batches, batch_id)
+            if transfer is None or self._wait(transfer) != OK:
                 code = FAILED
         return code
 
@@ -320,6 +316,10 @@ class TransferEngine(EngineBase):
         """Raises: there is no C++ object of Mooncake's here."""
         raise NotImplementedError(_NO_OBJECT)
 
+    def _batches(self) -> dict[int, Transfer]:
+        state = self._state
+        return {} if state is None else state.batches
+
     def _nics(self) -> tuple[Nic, ...]:
         if self._state is not None:
             return self._state.engine.rails
@@ -329,3 +329,12 @@ class TransferEngine(EngineBase):
 
 def _operation(opcode: names.TransferOpcode) -> int:
     return READ if names.TransferOpcode(int(opcode)) is names.TransferOpcode.Read else WRITE
+
+
+def _taken_out(batches: dict[int, Transfer], batch_id: int) -> Transfer | None:
+    """Taken out while it is looked at, so that two threads never do it at once; None, and
+    a line in the log, for an id that is not there."""
+    transfer = batches.pop(batch_id, None)
+    if transfer is None:
+        _log.error("batch id %r is not (or no longer) known here", batch_id)
+    return transfer
