@@ -3,14 +3,13 @@ input, an answer on standard output.  Tests start it; see the fixture ``child``.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import threading
 import time
 from typing import Any
 
 import numpy as np
+from child_process import serve
 
 from efa_kv import EngineConfig, TransferEngine
 from efa_kv.types import ROW_DTYPE, Notice
@@ -133,16 +132,5 @@ class Child:
         return time.monotonic() - start
 
 
-def main() -> None:
-    child = Child()
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
-        try:
-            answer = {"value": getattr(child, name)(**arguments)}
-        except Exception as problem:
-            answer = {"error": type(problem).__name__, "text": str(problem)}
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Child())

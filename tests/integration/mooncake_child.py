@@ -3,12 +3,11 @@ see `engine_child.py`, which it follows."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
 import numpy as np
+from child_process import serve
 
 from efa_kv.mooncake import TransferEngine
 
@@ -57,16 +56,5 @@ class Child:
         self.engine.close()
 
 
-def main() -> None:
-    child = Child()
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
-        try:
-            answer = {"value": getattr(child, name)(**arguments)}
-        except Exception as problem:
-            answer = {"error": type(problem).__name__, "text": str(problem)}
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Child())

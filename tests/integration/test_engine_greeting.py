@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from child_process import ChildError
 
 from efa_kv import EngineConfig, TransferEngine
 from efa_kv.errors import (
@@ -197,7 +198,7 @@ def test_a_forged_restart_does_not_retire_a_live_peer(
 
 
 def test_mismatch_is_refused_on_both_sides_with_both_values(
-    child: Child, child_error: type[Exception], caplog: pytest.LogCaptureFixture
+    child: Child, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "efa_kv")
     target = child(protocol="tcp", fingerprint="b", fields={"dtype": "fp8", "heads": "8"})
@@ -208,7 +209,7 @@ def test_mismatch_is_refused_on_both_sides_with_both_values(
             engine.connect(target.session)
         error = caught.value
         assert (error.field, error.local, error.remote) == ("dtype", "bf16", "fp8")
-        with pytest.raises(child_error, match="LayoutMismatch: dtype differs: here it is fp8"):
+        with pytest.raises(ChildError, match="LayoutMismatch: dtype differs: here it is fp8"):
             target.ask("connect", session=engine.session)
         assert "bf16" in caplog.text
         assert "fp8" in caplog.text
@@ -236,14 +237,14 @@ def test_same_fingerprint_is_welcome_and_brings_the_layout(child: Child) -> None
 # ---- secret -----------------------------------------------------------------------------
 
 
-def test_secret_right_wrong_and_missing(child: Child, child_error: type[Exception]) -> None:
+def test_secret_right_wrong_and_missing(child: Child) -> None:
     with TransferEngine(_config(secret="right")) as engine:
         good = child(protocol="tcp", secret="right")
         assert good.ask("connect", session=engine.session)
         assert engine.connect(good.session).ready
         for settings in ({"secret": "wrong"}, {}):
             bad = child(protocol="tcp", **settings)
-            with pytest.raises(child_error, match=r"PeerUnreachable.*secret"):
+            with pytest.raises(ChildError, match=r"PeerUnreachable.*secret"):
                 bad.ask("connect", session=engine.session, timeout_s=1.0)
             with pytest.raises(PeerUnreachable, match="secret"):
                 engine.connect(bad.session, timeout_s=1.0)

@@ -8,8 +8,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from child_process import ChildProcess, start_process
 
 from efa_kv.mooncake import TransferEngine, TransferNotify, TransferOpcode
 
@@ -27,40 +26,17 @@ PROTOCOLS = ["tcp", "shm"]
 DELIBERATE = ("EFA_KV_", "MC_", "MOONCAKE_")
 
 
-class ChildEngine:
-    """Drives one child process; any method name is a request (see mooncake_child.py)."""
+class ChildEngine(ChildProcess):
+    """An engine there; any method name is a request (see mooncake_child.py)."""
 
     def __init__(self, protocol: str, name: str = "127.0.0.1") -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(DELIBERATE)}
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment | {"EFA_KV_NEAR": "false"},
-            text=True,
+        settings = {"EFA_KV_NEAR": "false"}
+        super().__init__(
+            start_process(PROGRAM, without=DELIBERATE, environment=settings, quiet=True)
         )
         opened = self.ask("open", name=name, protocol=protocol)
         assert opened["code"] == 0
         self.session = opened["session"]
-
-    def ask(self, request: str, /, **arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([request, arguments]) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        assert "error" not in answer, answer
-        return answer["value"]
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-            self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,11 @@ input, an answer on standard output.  See the fixture ``child``."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
 import numpy as np
+from child_process import serve
 from kv_caches import Cache, open_agent
 
 from efa_kv.runtime.agent import Agent, Hold, Pull
@@ -97,13 +96,7 @@ class Child:
 
 def main() -> None:
     child = Child()
-    for line in sys.stdin:
-        request, arguments = json.loads(line)
-        try:
-            answer: dict[str, Any] = {"value": getattr(child, request)(**arguments)}
-        except Exception as problem:
-            answer = {"error": type(problem).__name__, "text": str(problem)}
-        print(json.dumps(answer), flush=True)
+    serve(child)
     if child.agent is not None:
         child.agent.close()
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from child_process import ChildProcess, start_process
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -24,36 +20,14 @@ from kv_caches import LAYERS, Cache, open_agent  # noqa: E402
 from efa_kv.runtime.agent import Agent, Pull, Report  # noqa: E402
 
 
-class ChildAgent:
-    """Drives one child process; see agent_child.py for its requests."""
+class ChildAgent(ChildProcess):
+    """An agent there; see agent_child.py for its requests."""
 
     def __init__(self, **settings: Any) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("EFA_KV_")}
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "agent_child.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
+        super().__init__(start_process(HERE / "agent_child.py"))
         opened = self.ask("open", **settings)
         self.session, self.incarnation = opened["session"], opened["incarnation"]
         self.bootstrap = opened["bootstrap"]
-
-    def ask(self, request: str, /, **arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([request, arguments]) + "\n")
-        self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], 40.0)[0]:
-            raise TimeoutError(f"the child did not answer {request}")
-        line = self.process.stdout.readline()
-        if not line:
-            raise EOFError("the child ended")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(f"{answer['error']}: {answer['text']}")
-        return answer["value"]
 
     def hold(self, request_id: str, blocks: list[int] | list[list[int]], **fields: Any) -> None:
         """Holds whole blocks unless told otherwise; one group may be given bare."""
@@ -65,22 +39,6 @@ class ChildAgent:
             **fields,
         }
         self.ask("hold", request_id=request_id, blocks=tables, **values)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 class Consumer:
