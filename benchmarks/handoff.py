@@ -7,13 +7,10 @@ import json
 import time
 
 import numpy as np
+from loopback import pools
 
-from efa_kv import EngineConfig, TransferEngine
 from efa_kv.plan import build
 from efa_kv.plan.layout import Group, KvLayout, Row
-from efa_kv.tools.bench_memory import HostBuffer
-from efa_kv.tools.bench_run import remote_buffers
-from efa_kv.tools.loopback import Target, TargetSettings
 
 TOKENS = 131072
 LAYERS = 80
@@ -62,22 +59,18 @@ def tables(pattern: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main() -> None:
-    settings = {"protocol": "efa", "near": False}
-    memory = TargetSettings(engine=settings, buffer_size_bytes=POOL_BYTES, touch=False)
-    with Target(memory) as target, TransferEngine(EngineConfig.load(settings)) as engine:
-        pool = HostBuffer(POOL_BYTES)
-        engine.register(pool.whole)
-        peer = engine.connect(target.session)
-        engine.warmup(peer)
+    with pools(POOL_BYTES) as made:
         result = {}
         for pattern in ("contiguous", "scattered"):
             here, there = tables(pattern)
-            local, remote = layout(pool.address), layout(remote_buffers(peer)[0].address)
+            local, remote = layout(made.local_address), layout(made.remote_address)
             start = time.perf_counter()
             plan = build.rows(local, remote)
             (piece,) = build.pieces(plan, (here,), (there,), 0, TOKENS)
             planned = time.perf_counter()
-            job = engine.write_paged(peer, piece.rows, piece.local_blocks, piece.remote_blocks)
+            job = made.engine.write_paged(
+                made.peer, piece.rows, piece.local_blocks, piece.remote_blocks
+            )
             submitted = time.perf_counter()
             done = job.wait()
             if done.error is not None:

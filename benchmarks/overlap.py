@@ -9,11 +9,8 @@ import json
 import time
 
 import numpy as np
+from loopback import pools
 
-from efa_kv import EngineConfig, TransferEngine
-from efa_kv.tools.bench_memory import HostBuffer
-from efa_kv.tools.bench_run import remote_buffers
-from efa_kv.tools.loopback import Target, TargetSettings
 from efa_kv.types import ROW_DTYPE
 
 CHUNKS = 16
@@ -25,23 +22,17 @@ POOL_BYTES = ROWS * BLOCKS * BLOCK_BYTES
 
 
 def main() -> None:
-    settings = {"protocol": "efa", "near": False}
-    memory = TargetSettings(engine=settings, buffer_size_bytes=POOL_BYTES, touch=False)
-    with Target(memory) as target, TransferEngine(EngineConfig.load(settings)) as engine:
-        pool = HostBuffer(POOL_BYTES)
-        engine.register(pool.whole)
-        peer = engine.connect(target.session)
-        engine.warmup(peer)
+    with pools(POOL_BYTES) as made:
         rows = np.zeros(ROWS, ROW_DTYPE)
         starts = np.arange(ROWS, dtype=np.uint64) * np.uint64(BLOCKS * BLOCK_BYTES)
-        rows["local_address"] = starts + np.uint64(pool.address)
-        rows["remote_address"] = starts + np.uint64(remote_buffers(peer)[0].address)
+        rows["local_address"] = starts + np.uint64(made.local_address)
+        rows["remote_address"] = starts + np.uint64(made.remote_address)
         for field in ("local_stride_bytes", "remote_stride_bytes", "length_bytes"):
             rows[field] = BLOCK_BYTES
         blocks = np.arange(BLOCKS, dtype=np.uint32)
 
         start = time.perf_counter()
-        result = engine.write_paged(peer, rows, blocks, blocks).wait()
+        result = made.engine.write_paged(made.peer, rows, blocks, blocks).wait()
         if result.error is not None:
             raise result.error
         whole_s = time.perf_counter() - start
@@ -49,7 +40,7 @@ def main() -> None:
         jobs = []
         for chunk in np.array_split(blocks, CHUNKS):
             time.sleep(COMPUTE_TO_TRANSFER * whole_s / CHUNKS)
-            jobs.append(engine.write_paged(peer, rows, chunk, chunk))
+            jobs.append(made.engine.write_paged(made.peer, rows, chunk, chunk))
         computed = time.perf_counter()
         for job in jobs:
             error = job.wait().error
