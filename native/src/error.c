@@ -53,8 +53,8 @@ int ekv_code_class(int code)
     return row ? row->class_ : EKV_CLASS_LOCAL;
 }
 
-int error_set(ekv_error *error, int code, int provider_code, const char *where, const char *format,
-              ...)
+int(error_set)(ekv_error *error, int code, int provider_code, const char *where, const char *format,
+               ...)
 {
     ekv_error filled = {.code = code, .provider_code = provider_code};
     va_list arguments;

@@ -42,20 +42,19 @@ int plan_open_list(struct plan *plan, const uint64_t *local, const uint64_t *rem
 static int plan_find_runs(struct plan *plan, const uint32_t *local, const uint32_t *remote,
                           size_t count)
 {
-    struct plan_run *shrunk;
+    struct plan_run *last = NULL, *shrunk;
 
     plan->runs = malloc(count * sizeof *plan->runs);
     if (!plan->runs)
         return EKV_ENOMEM;
     for (size_t i = 0; i < count; i++) {
-        struct plan_run *last = plan->run_count ? &plan->runs[plan->run_count - 1] : NULL;
-
         if (last && (uint64_t)last->local + last->count == local[i] &&
-            (uint64_t)last->remote + last->count == remote[i])
+            (uint64_t)last->remote + last->count == remote[i]) {
             last->count++;
-        else
-            plan->runs[plan->run_count++] =
-                (struct plan_run){.local = local[i], .remote = remote[i], .count = 1};
+            continue;
+        }
+        last = &plan->runs[plan->run_count++];
+        *last = (struct plan_run){.local = local[i], .remote = remote[i], .count = 1};
     }
     shrunk = realloc(plan->runs, plan->run_count * sizeof *plan->runs);
     if (shrunk)

@@ -93,8 +93,8 @@ const struct range *range_find(const struct range_table *table, uint64_t address
 {
     const struct range *best = NULL;
 
-    for (size_t i = range_upper(table, address); i-- > 0 && table->reach[i] > address;) {
-        const struct range *item = &table->items[i];
+    for (size_t i = range_upper(table, address); i > 0 && table->reach[i - 1] > address; i--) {
+        const struct range *item = &table->items[i - 1];
 
         if (item->end <= address)
             continue;
