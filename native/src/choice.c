@@ -23,6 +23,13 @@
  * job; passing the turn for every small stripe would cost more than it mends. */
 #define CHOICE_EVEN_PART 64u
 
+/* A rail that is out is probed now and then; with desperate set it is used when nothing
+ * better is left. */
+static bool rail_is_open(const struct rail *rail, uint64_t now_ns, bool desperate)
+{
+    return rail->endpoint && (desperate || health_allows(&rail->health, rail->in_flight, now_ns));
+}
+
 static bool rail_has_credit(struct group *group, const struct peer *peer, const struct rail *rail,
                             uint64_t now_ns)
 {
@@ -84,7 +91,8 @@ static void survey_own(struct group *group, const struct errand *errand, uint64_
         const struct rail *rail = &group->engine->rails[r];
         int standing = STANDING_READY;
 
-        nics[r] = rail->endpoint ? choose_nic(errand, r, now_ns, desperate) : -1;
+        nics[r] =
+            rail_is_open(rail, now_ns, desperate) ? choose_nic(errand, r, now_ns, desperate) : -1;
         choices[r].reachable = nics[r] >= 0;
         choices[r].usable = nics[r] >= 0 && rail_has_credit(group, peer, rail, now_ns);
         choices[r].rank = errand->region->reach.ranks[r];
@@ -237,9 +245,36 @@ enum choice choose_for_stripe(struct group *group, const struct errand *errand, 
     return CHOICE_MADE;
 }
 
-enum choice choose_for_message(struct group *group, const struct peer *peer, uint64_t now_ns,
+bool rail_elsewhere(const struct group *group, const struct peer *peer, uint32_t *rail)
+{
+    const struct ekv_engine *engine = group->engine;
+
+    for (uint32_t r = 0; r < engine->rail_count; r++)
+        if (r - group->rail_first >= group->rail_count && peer->rails[r].compatible &&
+            atomic_load(&peer->rails[r].standing) != STANDING_OUT &&
+            !(atomic_load(&engine->rails[r].flags) & EKV_NIC_DOWN)) {
+            *rail = r;
+            return true;
+        }
+    return false;
+}
+
+/* Says that nothing here leads to the peer, so that no group passes the job back, and
+ * passes it to a group where something does. */
+static bool call_elsewhere(struct group *group, struct job *job, uint64_t now_ns)
+{
+    uint32_t rail;
+
+    for (uint32_t i = 0; i < group->rail_count; i++)
+        atomic_store(&job->peer->rails[group->rail_first + i].standing, STANDING_OUT);
+    return rail_elsewhere(group, job->peer, &rail) && call_group(group, job, rail, now_ns);
+}
+
+enum choice choose_for_message(struct group *group, struct job *job, uint64_t now_ns,
                                struct rail **rail, uint32_t *nic)
 {
+    const struct peer *peer = job->peer;
+
     for (int desperate = 0; desperate < 2; desperate++) {
         struct stripe_rail choices[RAILS_MAX] = {0};
         int nics[RAILS_MAX];
@@ -248,13 +283,18 @@ enum choice choose_for_message(struct group *group, const struct peer *peer, uin
         for (uint32_t i = 0; i < group->rail_count; i++) {
             const struct rail *own = &group->engine->rails[group->rail_first + i];
 
-            nics[i] = own->endpoint ? peer_choose_nic(peer, own->index, now_ns, desperate) : -1;
+            nics[i] = rail_is_open(own, now_ns, desperate)
+                          ? peer_choose_nic(peer, own->index, now_ns, desperate)
+                          : -1;
             choices[i].reachable = nics[i] >= 0;
             choices[i].usable = nics[i] >= 0 && rail_has_credit(group, peer, own, now_ns);
             rail_load(group->engine, own, &choices[i]);
         }
-        if (!any_reachable(choices, 0, group->rail_count))
+        if (!any_reachable(choices, 0, group->rail_count)) {
+            if (!desperate && call_elsewhere(group, job, now_ns))
+                return CHOICE_ELSEWHERE;
             continue; /* every path failed lately: probe one */
+        }
         chosen = stripe_choose(choices, group->rail_count);
         if (chosen < 0)
             return CHOICE_WAIT;

@@ -26,8 +26,12 @@ struct errand {
 enum choice choose_for_stripe(struct group *group, const struct errand *errand, uint64_t now_ns,
                               struct rail **rail, uint32_t *nic);
 
-/* For a message, over this group's rails. */
-enum choice choose_for_message(struct group *group, const struct peer *peer, uint64_t now_ns,
+/* For a job's notice: over this group's rails, or in another group when all of these
+ * have failed. With job->lock held. */
+enum choice choose_for_message(struct group *group, struct job *job, uint64_t now_ns,
                                struct rail **rail, uint32_t *nic);
+
+/* A rail of another group that is not known to be out for the peer. */
+bool rail_elsewhere(const struct group *group, const struct peer *peer, uint32_t *rail);
 
 #endif

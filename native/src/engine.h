@@ -200,6 +200,14 @@ bool job_has_detour(struct group *group, const struct job *job, uint64_t now_ns)
 void rail_abort(struct group *group, struct rail *rail, int code, const char *text, bool blame);
 void trace_job(struct ekv_engine *engine, uint32_t event, const struct job *job, uint32_t rail);
 
+/* outage.c: a rail's device failed, fell silent, or carried something to its end; probe:
+ * the operation was begun while the rail was out. */
+void rail_note_failure(struct ekv_engine *engine, struct rail *rail, bool probe, const char *reason,
+                       uint64_t now_ns);
+void rail_note_silence(struct ekv_engine *engine, struct rail *rail, const char *reason,
+                       uint64_t now_ns);
+void rail_note_success(struct ekv_engine *engine, struct rail *rail, bool probe, uint64_t now_ns);
+
 /* reset.c: giving a rail a new endpoint. */
 int mender_start(struct ekv_engine *engine, ekv_error *error);
 void mender_stop(struct ekv_engine *engine);

@@ -36,6 +36,7 @@ struct operation {
     uint32_t version;  /* of that NIC's address */
     uint32_t attempts; /* how often this stripe was posted before */
     bool is_read;
+    bool probe; /* begun while the rail was out */
     struct job *job;
     struct peer *peer;
     struct region *region;

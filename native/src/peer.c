@@ -376,6 +376,9 @@ void path_fail(struct path *path, uint64_t now_ns)
 {
     uint64_t rest_ns = PATH_REST_FIRST_NS;
 
+    /* What was on its way when it failed says nothing new. */
+    if (path->state == PATH_FAILED && now_ns < path->retry_ns)
+        return;
     for (uint32_t i = 0; i < path->failures && rest_ns < PATH_REST_LONGEST_NS; i++)
         rest_ns *= 2;
     path->state = PATH_FAILED;

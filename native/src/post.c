@@ -73,10 +73,11 @@ void operation_begin(struct rail *rail, struct operation *operation)
     struct peer_rail *side = &operation->peer->rails[rail->index];
     uint64_t peak;
 
+    operation->probe = rail->health.out;
     if (side->in_flight++ == 0)
         side->settled_ns = clock_now_ns();
     if (rail->in_flight++ == 0)
-        rail->settled_ns = side->settled_ns;
+        atomic_store_explicit(&rail->settled_ns, clock_now_ns(), memory_order_relaxed);
     counter_add(&rail->outstanding_bytes, operation->piece.length);
     counter_add(&rail->carried_bytes, operation->piece.length);
     counter_add(&rail->counters.operations_posted, 1);
@@ -207,6 +208,9 @@ static enum turn operation_posted(struct group *group, struct job *job, const st
     counter_add(&rail->counters.operations_failed, 1);
     code = rail_classify(rail, (int)-answer, 0);
     peer_path_fail(job->peer, rail->index, aim->nic, code, clock_now_ns());
+    if (code == EKV_ERAIL)
+        rail_note_failure(group->engine, rail, rail->health.out, rail_strerror(rail, (int)answer),
+                          clock_now_ns());
     if (code != EKV_EACCESS && job_has_detour(group, job, clock_now_ns()))
         return TURN_AGAIN;
     job_fail(job, code, (int)-answer, rail_strerror(rail, (int)answer));
@@ -348,13 +352,13 @@ static enum turn job_post_notice(struct group *group, struct job *job, uint64_t 
         job->notice_over = true;
         return TURN_OVER;
     }
-    choice = choose_for_message(group, job->peer, now_ns, &aim.rail, &aim.nic);
+    choice = choose_for_message(group, job, now_ns, &aim.rail, &aim.nic);
     if (choice == CHOICE_HOPELESS) {
         job->notice_status = EKV_EPEER;
         job->notice_over = true;
     }
     if (choice != CHOICE_MADE)
-        return choice == CHOICE_HOPELESS ? TURN_OVER : TURN_BLOCKED;
+        return choice == CHOICE_WAIT ? TURN_BLOCKED : TURN_OVER;
     if (!group_path(job->peer, aim.rail, aim.nic, &aim.address))
         return TURN_BLOCKED;
     operation = aim_operation(job, &aim, OPERATION_NOTICE, now_ns);

@@ -17,6 +17,7 @@
 #include "budget.h"
 #include "efa_kv.h"
 #include "fabric.h"
+#include "health.h"
 #include "inflight.h"
 #include "log.h"
 #include "near_process.h"
@@ -81,11 +82,12 @@ struct rail {
 
     struct budget budget;
     uint32_t depth;
-    uint32_t in_flight;  /* operations that use credit */
-    uint64_t settled_ns; /* when one settled last, or the first of them began */
+    uint32_t in_flight; /* operations that use credit */
+    counter settled_ns; /* when one settled last, or the first of them began */
     counter outstanding_bytes;
     counter carried_bytes;
     struct inflight inflight;
+    struct health health;
 
     struct notice_message *messages; /* one per slot, then one for flushes */
     struct fid_mr *messages_mr;

@@ -9,6 +9,8 @@
 
 /* Completion status of the EFA device, as its provider reports it in prov_errno. */
 enum efa_status {
+    EFA_FLUSHED = 1,
+    EFA_QUEUE_PAIR_FAILED = 2,
     EFA_REMOTE_BAD_ADDRESS = 7,
     EFA_REMOTE_ABORT = 8,
     EFA_REMOTE_BAD_DESTINATION = 9,
@@ -90,6 +92,9 @@ void rail_receive_again(struct rail *rail, struct operation *operation)
 static int rail_classify_efa(int provider_error)
 {
     switch (provider_error) {
+    case EFA_FLUSHED:
+    case EFA_QUEUE_PAIR_FAILED:
+        return EKV_ERAIL; /* our own device or queue pair */
     case EFA_REMOTE_BAD_ADDRESS:
         return EKV_EACCESS;
     case EFA_REMOTE_ABORT:

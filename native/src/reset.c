@@ -94,8 +94,10 @@ static void rail_publish(struct ekv_engine *engine, struct rail *rail, const ekv
     rail->nic.address_length = opened->address_length;
     rail->nic.resets++;
     pthread_mutex_unlock(&engine->nic_lock);
-    atomic_fetch_and(&rail->flags, ~EKV_NIC_DOWN);
-    rail_trace(engine, rail, EKV_TRACE_RAIL_UP);
+    if (!rail->health.out) { /* else a probe has to succeed first */
+        atomic_fetch_and(&rail->flags, ~EKV_NIC_DOWN);
+        rail_trace(engine, rail, EKV_TRACE_RAIL_UP);
+    }
     atomic_fetch_add(&engine->resets, 1);
     engine_signal(engine);
 }
@@ -115,8 +117,11 @@ static void command_reset(struct group *group, struct command *command)
         log_write(&engine->log, command->reason == rail_asked ? LOG_INFO : LOG_WARNING,
                   "rail %u (%s) gets a new endpoint, because %s; %u operations are in flight",
                   rail->index, rail->nic.name, command->reason, rail->in_flight);
-        rail_trace(engine, rail, EKV_TRACE_RAIL_DOWN);
-        if (command->reason != rail_asked)
+        if (command->reason != rail_silent)
+            rail_trace(engine, rail, EKV_TRACE_RAIL_DOWN);
+        if (command->reason == rail_silent)
+            rail_note_silence(engine, rail, rail_silent, clock_now_ns());
+        else if (command->reason != rail_asked)
             counter_add(&rail->counters.failures, 1);
     }
     rail_close_endpoint(rail);
@@ -193,17 +198,21 @@ static bool rail_is_overdue(const struct rail *rail, uint64_t now_ns)
 static bool rail_alone_is_silent(const struct group *group, const struct rail *rail,
                                  uint64_t now_ns)
 {
+    const struct ekv_engine *engine = group->engine;
+    uint64_t settled_ns = atomic_load_explicit(&rail->settled_ns, memory_order_relaxed);
     bool another_works = false;
 
     if (!(rail->nic.flags & EKV_NIC_FENCES) || rail->in_flight == 0 ||
-        !long_ago(rail->settled_ns, now_ns, RESET_SILENT_NS))
+        !long_ago(settled_ns, now_ns, RESET_SILENT_NS))
         return false;
-    for (uint32_t i = 0; i < group->rail_count; i++) {
-        const struct rail *other = &group->engine->rails[group->rail_first + i];
+    for (uint32_t i = 0; i < engine->rail_count; i++) {
+        const struct rail *other = &engine->rails[i];
+        uint64_t other_ns = atomic_load_explicit(&other->settled_ns, memory_order_relaxed);
+        bool idle = atomic_load_explicit(&other->counters.in_flight, memory_order_relaxed) == 0;
 
-        another_works |=
-            other != rail && other->endpoint && other->settled_ns > rail->settled_ns &&
-            (other->in_flight == 0 || !long_ago(other->settled_ns, now_ns, RESET_SILENT_NS / 2));
+        another_works |= other != rail && other_ns > settled_ns &&
+                         !(atomic_load(&other->flags) & EKV_NIC_DOWN) &&
+                         (idle || !long_ago(other_ns, now_ns, RESET_SILENT_NS / 2));
     }
     return another_works;
 }

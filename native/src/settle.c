@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "choice.h"
 #include "clock.h"
 #include "engine.h"
 
@@ -104,19 +105,17 @@ void job_conclude(struct group *group, struct job *job)
 
 bool job_has_detour(struct group *group, const struct job *job, uint64_t now_ns)
 {
-    for (uint32_t i = 0; i < group->rail_count; i++) {
-        uint32_t rail = group->rail_first + i;
+    uint32_t elsewhere;
 
-        if (group->engine->rails[rail].endpoint &&
-            peer_choose_nic(job->peer, rail, now_ns, false) >= 0)
+    for (uint32_t i = 0; i < group->rail_count; i++) {
+        const struct rail *rail = &group->engine->rails[group->rail_first + i];
+
+        if (rail->endpoint && health_allows(&rail->health, 0, now_ns) &&
+            peer_choose_nic(job->peer, rail->index, now_ns, false) >= 0)
             return true;
     }
-    /* Stripes can go over other groups' rails, a notice stays here. */
-    for (uint32_t r = 0; r < group->engine->rail_count && job->stage == JOB_MOVING; r++)
-        if (r - group->rail_first >= group->rail_count && job->peer->rails[r].compatible &&
-            atomic_load(&job->peer->rails[r].standing) != STANDING_OUT)
-            return true;
-    return false;
+    /* A flush belongs to one rail, the rest can go over other groups'. */
+    return job->stage != JOB_FLUSHING && rail_elsewhere(group, job->peer, &elsewhere);
 }
 
 /* With job->lock held. */
@@ -184,16 +183,20 @@ static void operation_settle(struct group *group, struct rail *rail, struct oper
 
     assert(side->in_flight > 0 && rail->in_flight > 0);
     side->in_flight--;
-    side->settled_ns = rail->settled_ns = now_ns;
+    side->settled_ns = now_ns;
+    atomic_store_explicit(&rail->settled_ns, now_ns, memory_order_relaxed);
     rail->in_flight--;
     counter_add(&rail->outstanding_bytes, 0 - ended.piece.length);
     counter_add(&rail->counters.operations_settled, 1);
     if (outcome->code == EKV_OK) {
         path_succeed(path);
+        rail_note_success(group->engine, rail, ended.probe, now_ns);
     } else {
         counter_add(&rail->counters.operations_failed, 1);
         if (outcome->code != EKV_EACCESS && !outcome->blameless)
             peer_path_fail(ended.peer, rail->index, ended.nic, outcome->code, now_ns);
+        if (outcome->code == EKV_ERAIL)
+            rail_note_failure(group->engine, rail, ended.probe, outcome->text, now_ns);
     }
     inflight_give(&rail->inflight, operation, outcome->code == EKV_OK ? 0 : now_ns);
     if (ended.region)
