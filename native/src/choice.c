@@ -202,8 +202,12 @@ static enum choice choose_none(struct group *group, const struct errand *errand,
 
     if (mine)
         return CHOICE_WAIT;
-    if (rails_serve(group, errand, true, &rail))
+    if (rails_serve(group, errand, true, &rail)) {
+        /* What fell here goes on there, where the job may be over already. */
+        if (best >= 0)
+            call_group(group, errand->job, (uint32_t)best, now_ns);
         return best >= 0 ? CHOICE_WAIT : CHOICE_HOPELESS;
+    }
     if (!rails_serve(group, errand, false, &rail))
         return CHOICE_HOPELESS;
     return call_group(group, errand->job, best >= 0 ? (uint32_t)best : rail, now_ns)

@@ -195,7 +195,6 @@ static void group_look_after_rails(struct group *group)
     for (uint32_t i = 0; i < group->rail_count; i++) {
         struct rail *rail = &engine->rails[group->rail_first + i];
 
-        atomic_store_explicit(&rail->counters.in_flight, rail->in_flight, memory_order_relaxed);
         if (!rail->endpoint)
             continue;
         if (rail->unposted_count > 0)

@@ -81,6 +81,7 @@ void operation_begin(struct rail *rail, struct operation *operation)
     counter_add(&rail->outstanding_bytes, operation->piece.length);
     counter_add(&rail->carried_bytes, operation->piece.length);
     counter_add(&rail->counters.operations_posted, 1);
+    atomic_store_explicit(&rail->counters.in_flight, rail->in_flight, memory_order_relaxed);
     peak = atomic_load_explicit(&rail->counters.in_flight_peak, memory_order_relaxed);
     if (rail->in_flight > peak)
         atomic_store_explicit(&rail->counters.in_flight_peak, rail->in_flight,

@@ -186,6 +186,7 @@ static void operation_settle(struct group *group, struct rail *rail, struct oper
     side->settled_ns = now_ns;
     atomic_store_explicit(&rail->settled_ns, now_ns, memory_order_relaxed);
     rail->in_flight--;
+    atomic_store_explicit(&rail->counters.in_flight, rail->in_flight, memory_order_relaxed);
     counter_add(&rail->outstanding_bytes, 0 - ended.piece.length);
     counter_add(&rail->counters.operations_settled, 1);
     if (outcome->code == EKV_OK) {
