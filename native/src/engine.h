@@ -211,6 +211,8 @@ void rail_note_success(struct ekv_engine *engine, struct rail *rail, bool probe,
 /* reset.c: giving a rail a new endpoint. */
 int mender_start(struct ekv_engine *engine, ekv_error *error);
 void mender_stop(struct ekv_engine *engine);
+/* Has the rail reset soon; reason is a constant, and goes into the log behind "because". */
+void mender_ask(struct ekv_engine *engine, const struct rail *rail, const char *reason);
 /* Asks for resets of rails on which nothing ends. */
 void group_check_stuck(struct group *group, uint64_t now_ns);
 

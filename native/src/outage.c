@@ -5,6 +5,9 @@
 #include "clock.h"
 #include "engine.h"
 
+/* Failed probes before the rail gets a new endpoint. */
+#define OUTAGE_PROBES 2u
+
 static void rail_trace(struct ekv_engine *engine, const struct rail *rail, uint32_t event)
 {
     ekv_trace_record record = {.event = event, .rail = rail->index};
@@ -26,6 +29,9 @@ void rail_note_failure(struct ekv_engine *engine, struct rail *rail, bool probe,
 {
     if (health_fail(&rail->health, probe, now_ns))
         rail_goes_out(engine, rail, reason);
+    /* A queue pair in its error state never recovers by itself. */
+    else if (probe && rail->health.failures > OUTAGE_PROBES && rail_can_reopen(rail))
+        mender_ask(engine, rail, "it is out and does not come back by itself");
 }
 
 void rail_note_silence(struct ekv_engine *engine, struct rail *rail, const char *reason,

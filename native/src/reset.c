@@ -135,7 +135,7 @@ static void command_reset(struct group *group, struct command *command)
                command->code != EKV_OK || command->reason == rail_silent);
 }
 
-static void mender_ask(struct ekv_engine *engine, const struct rail *rail, const char *reason)
+void mender_ask(struct ekv_engine *engine, const struct rail *rail, const char *reason)
 {
     struct mender *mender = &engine->mender;
 
