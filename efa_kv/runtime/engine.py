@@ -42,11 +42,11 @@ from efa_kv.runtime.fencing import Fencing, PeerFence
 from efa_kv.runtime.greeting import Greeter, Identity, this_process
 from efa_kv.runtime.handle import SessionHandle
 from efa_kv.runtime.job import Job, inside_event_loop
+from efa_kv.runtime.lender import Lender
 from efa_kv.runtime.peers import PeerTable
 from efa_kv.runtime.regions import Region, RegionBook
 from efa_kv.runtime.rendezvous import resolve_own
 from efa_kv.runtime.router import Router
-from efa_kv.runtime.scratch import Lender
 from efa_kv.types import (
     READ,
     WRITE,

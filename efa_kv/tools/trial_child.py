@@ -1,6 +1,6 @@
 """The child of a trial: opens an engine, moves bytes and prints what came of it.
 
-It writes only to scratch memory that the peer makes for it (`efa_kv.runtime.scratch`); without a
+It writes only to scratch memory that the peer makes for it (`efa_kv.runtime.lender`); without a
 peer it starts one beside itself.
 """
 
@@ -16,8 +16,8 @@ import msgspec
 
 from efa_kv.config import EngineConfig
 from efa_kv.errors import EfaKvError, PeerRefused
+from efa_kv.runtime.borrower import REASON_SCRATCH, Borrower
 from efa_kv.runtime.engine import TransferEngine
-from efa_kv.runtime.scratch import REASON_SCRATCH, Borrower
 from efa_kv.tools import bench_memory, loopback
 from efa_kv.tools.trial import Outcome, Rail, Wish
 

@@ -15,7 +15,7 @@ import pytest
 
 from efa_kv import EngineConfig, TransferEngine
 from efa_kv.errors import PeerRefused, TransferTimeout
-from efa_kv.runtime.scratch import Borrower
+from efa_kv.runtime.borrower import Borrower
 from efa_kv.tools import sim
 from efa_kv.wire.notes import Note
 

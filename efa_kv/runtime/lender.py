@@ -1,52 +1,39 @@
-"""Scratch memory at work: `Lender` on the side of a running engine, `Borrower` on the other.
+"""Scratch memory that a running engine lends to whoever tries the way to it.
 
-Both are handlers of the control plane; ``on_*`` run on the control thread.  The lender registers
-and withdraws its one region on a thread of its own, because both can take long; that thread hands
-its result over by `ControlThread.later`.  The borrower's callers and the control thread meet in a
-dict of queues.  What is lent when, `efa_kv.wire.scratch` decides.
+`Lender` is a handler of the control plane; its ``on_*`` run on the control thread.  It
+registers and withdraws its one region on a thread of its own, because both can take long;
+that thread hands its result over by `ControlThread.later`.  What is lent when,
+`efa_kv.wire.scratch` decides; the other side is `efa_kv.runtime.borrower`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 
-from efa_kv.errors import EfaKvError, FabricBusy, PeerRefused, StaleHandle, TransferTimeout
+from efa_kv.errors import EfaKvError, FabricBusy, StaleHandle
 from efa_kv.runtime.control import ControlThread, SessionHandle, SessionState
 from efa_kv.runtime.directory import Directory
 from efa_kv.runtime.regions import Region, RegionBook
 from efa_kv.types import RegionRecord, Result
 from efa_kv.wire.envelope import Message
 from efa_kv.wire.scratch import (
-    SCRATCH_TYPES,
     Effect,
     Prepare,
     ScratchAsk,
     ScratchDesk,
-    ScratchLent,
-    ScratchRefused,
     ScratchReturn,
     TakeBack,
     Tell,
 )
 
-if TYPE_CHECKING:
-    from efa_kv.runtime.engine import Peer, TransferEngine
-
 _log = logging.getLogger(__name__)
 
-#: The code of a refusal to lend.
-REASON_SCRATCH: Final = "scratch"
-
-_RESEND_S: Final = 0.5
 _WITHDRAW_TIMEOUT_S: Final = 1.0
 
 
@@ -147,91 +134,3 @@ class Lender:
         with contextlib.suppress(EfaKvError):
             self._control.later(lambda _now: self._run(step()))
             self._control.later(lambda _now: self._control.wake_timer())
-
-
-class Borrower:
-    """Borrows scratch memory of live engines.  Make it before the engine starts.
-
-    The engine becomes a visitor: peers let it in without comparing caches, and take nothing from
-    it but what this module sends.
-    """
-
-    message_types: tuple[type[Message], ...] = (ScratchLent, ScratchRefused)
-
-    def __init__(self, engine: TransferEngine) -> None:
-        self._engine = engine
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, queue.SimpleQueue[Message]] = {}
-        engine.identity.visitor = True
-        engine.add_handler(self)
-
-    @contextlib.contextmanager
-    def borrow(
-        self, peer: Peer, length_bytes: int, loan_s: float, timeout_s: float
-    ) -> Iterator[RegionRecord]:
-        """A region of ``peer`` that holds nothing; it is returned at the end.
-
-        Raises `PeerRefused` with the peer's reason, and `TransferTimeout` when it does not answer
-        within ``timeout_s``, as an engine of an older release would not. [blocks]
-        """
-        number = next(self._numbers)
-        ask = ScratchAsk(number=number, length_bytes=length_bytes, loan_s=loan_s)
-        try:
-            yield self._ask(peer, ask, timeout_s)
-        finally:
-            with contextlib.suppress(EfaKvError):
-                self._send(peer, ScratchReturn(number=number))
-
-    def _ask(self, peer: Peer, ask: ScratchAsk, timeout_s: float) -> RegionRecord:
-        answers = self._waiting.setdefault(ask.number, queue.SimpleQueue())
-        deadline = time.monotonic() + timeout_s
-        try:
-            while time.monotonic() < deadline:
-                self._send(peer, ask)
-                try:
-                    remaining_s = max(0.0, deadline - time.monotonic())
-                    answer = answers.get(timeout=min(_RESEND_S, remaining_s))
-                except queue.Empty:
-                    continue
-                if isinstance(answer, ScratchLent):
-                    return answer.region
-                assert isinstance(answer, ScratchRefused)
-                raise PeerRefused(
-                    f"{peer.session} lends no scratch memory: {answer.text}.",
-                    peer=peer.session,
-                    reason=REASON_SCRATCH,
-                )
-        finally:
-            del self._waiting[ask.number]
-        raise TransferTimeout(
-            f"{peer.session} did not answer the ask for scratch memory within {timeout_s:g} s.",
-            advice="An engine of an older release has none to lend.",
-        )
-
-    def _send(self, peer: Peer, message: Message) -> None:
-        self._engine.control.later(lambda _now: self._hand_over(peer, message))
-
-    def _hand_over(self, peer: Peer, message: Message) -> None:
-        self._engine.control.send(peer.handle, message)
-
-    def on_message(self, session: SessionHandle, message: Message, now: float) -> None:
-        """An answer; one that nobody waits for is dropped."""
-        assert isinstance(message, ScratchLent | ScratchRefused)
-        answers = self._waiting.get(message.number)
-        if answers is not None:
-            answers.put(message)
-
-    def on_session(
-        self, session: SessionHandle, state: SessionState, reason: str | None, now: float
-    ) -> None:
-        """Who waits, waits by the clock."""
-
-    def on_job(self, job: int, result: Result, now: float) -> None:
-        """Borrowing moves no bytes."""
-
-    def on_timer(self, now: float) -> float | None:
-        """Nothing here is due by itself."""
-        return None
-
-
-assert set(Lender.message_types) | set(Borrower.message_types) == set(SCRATCH_TYPES)
