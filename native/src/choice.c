@@ -9,6 +9,8 @@
  * some long call of its own, is passed over until it does. */
 #include "choice.h"
 
+#include <string.h>
+
 #include "clock.h"
 #include "stripe.h"
 
@@ -80,29 +82,51 @@ static void rail_load(const struct ekv_engine *engine, const struct rail *rail,
     choice->carried_bytes = atomic_load_explicit(&rail->carried_bytes, memory_order_relaxed);
 }
 
-/* Fills in this group's rails, and publishes how they stand. */
-static void survey_own(struct group *group, const struct errand *errand, uint64_t now_ns,
-                       bool desperate, struct stripe_rail *choices, int *nics)
+/* One of this group's rails as it is now; publishes how it stands with the peer. */
+static void survey_rail(struct group *group, const struct errand *errand, uint32_t r,
+                        uint64_t now_ns, bool desperate)
 {
+    const struct rail *rail = &group->engine->rails[r];
     const struct peer *peer = errand->job->peer;
+    struct stripe_rail *choice = &group->survey.choices[r];
+    int standing = STANDING_READY;
+    int nic = rail_is_open(rail, now_ns, desperate) ? choose_nic(errand, r, now_ns, desperate) : -1;
 
-    for (uint32_t i = 0; i < group->rail_count; i++) {
-        uint32_t r = group->rail_first + i;
-        const struct rail *rail = &group->engine->rails[r];
-        int standing = STANDING_READY;
+    group->survey.nics[r] = nic;
+    choice->reachable = nic >= 0;
+    choice->usable = nic >= 0 && rail_has_credit(group, peer, rail, now_ns);
+    choice->rank = errand->region->reach.ranks[r];
+    rail_load(group->engine, rail, choice);
+    if (!choice->usable)
+        standing = choice->reachable ? STANDING_FULL : STANDING_OUT;
+    if (errand->region->reach.rails >> r & 1 &&
+        atomic_load_explicit(&peer->rails[r].standing, memory_order_relaxed) != standing)
+        atomic_store_explicit(&peer->rails[r].standing, standing, memory_order_relaxed);
+}
 
-        nics[r] =
-            rail_is_open(rail, now_ns, desperate) ? choose_nic(errand, r, now_ns, desperate) : -1;
-        choices[r].reachable = nics[r] >= 0;
-        choices[r].usable = nics[r] >= 0 && rail_has_credit(group, peer, rail, now_ns);
-        choices[r].rank = errand->region->reach.ranks[r];
-        rail_load(group->engine, rail, &choices[r]);
-        if (!choices[r].usable)
-            standing = choices[r].reachable ? STANDING_FULL : STANDING_OUT;
-        if (errand->region->reach.rails >> r & 1 &&
-            atomic_load_explicit(&peer->rails[r].standing, memory_order_relaxed) != standing)
-            atomic_store_explicit(&peer->rails[r].standing, standing, memory_order_relaxed);
-    }
+static void survey_own(struct group *group, const struct errand *errand, uint64_t now_ns,
+                       bool desperate)
+{
+    struct survey *survey = &group->survey;
+
+    survey->turn = desperate ? 0 : group->turn;
+    survey->region = errand->region;
+    survey->remote = errand->remote;
+    survey->chosen = group->rail_first;
+    for (uint32_t i = 0; i < group->rail_count; i++)
+        survey_rail(group, errand, group->rail_first + i, now_ns, desperate);
+}
+
+/* Within a turn only what was chosen last has changed, by what came of it. */
+static void survey_again(struct group *group, const struct errand *errand, uint64_t now_ns)
+{
+    struct survey *survey = &group->survey;
+
+    if (survey->turn == group->turn && survey->region == errand->region &&
+        survey->remote == errand->remote)
+        survey_rail(group, errand, survey->chosen, now_ns, false);
+    else
+        survey_own(group, errand, now_ns, false);
 }
 
 static struct group *rail_group(struct ekv_engine *engine, uint32_t rail)
@@ -219,16 +243,20 @@ enum choice choose_for_stripe(struct group *group, const struct errand *errand, 
                               struct rail **rail, uint32_t *nic)
 {
     const struct ekv_engine *engine = group->engine;
-    struct stripe_rail choices[RAILS_MAX] = {0};
+    struct stripe_rail choices[RAILS_MAX];
     struct job *job = errand->job;
-    int nics[RAILS_MAX];
+    size_t choices_bytes = engine->rail_count * sizeof choices[0];
+    uint64_t left;
     int best, own;
 
-    survey_own(group, errand, now_ns, false, choices, nics);
+    survey_again(group, errand, now_ns);
+    memcpy(choices, group->survey.choices, choices_bytes);
     if (engine->group_count > 1)
         survey_others(group, errand, now_ns, choices);
-    if (!any_reachable(choices, 0, engine->rail_count)) /* probe what has failed lately */
-        survey_own(group, errand, now_ns, true, choices, nics);
+    if (!any_reachable(choices, 0, engine->rail_count)) { /* probe what has failed lately */
+        survey_own(group, errand, now_ns, true);
+        memcpy(choices, group->survey.choices, choices_bytes);
+    }
     stripe_prefer(choices, engine->rail_count, errand->region->reach.bound, CHOICE_SPILL_BYTES);
     best = stripe_choose(choices, engine->rail_count);
     own = stripe_choose(choices + group->rail_first, group->rail_count);
@@ -244,8 +272,14 @@ enum choice choose_for_stripe(struct group *group, const struct errand *errand, 
         return choose_none(group, errand,
                            any_reachable(choices, group->rail_first, group->rail_count), best,
                            now_ns);
+    if (!remote_key_at(errand->remote, (uint32_t)group->survey.nics[own], errand->remote_address,
+                       &left)) {
+        group->survey.turn = 0; /* it was made for an address with a key on that NIC */
+        return choose_for_stripe(group, errand, now_ns, rail, nic);
+    }
+    group->survey.chosen = (uint32_t)own;
     *rail = &group->engine->rails[own];
-    *nic = (uint32_t)nics[own];
+    *nic = (uint32_t)group->survey.nics[own];
     return CHOICE_MADE;
 }
 

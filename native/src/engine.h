@@ -20,6 +20,7 @@
 #include "peer.h"
 #include "rail.h"
 #include "ring.h"
+#include "stripe.h"
 
 #define RAILS_MAX 64u
 #define GROUPS_MAX 32u
@@ -55,6 +56,16 @@ struct warm_item {
     uint32_t nic;
 };
 
+/* How the rails of a group stood for one region of the peer in this turn; see choice.c. */
+struct survey {
+    uint64_t turn; /* 0: of no use any more */
+    const struct region *region;
+    const struct remote_region *remote;
+    uint32_t chosen; /* last, so that it has changed since */
+    struct stripe_rail choices[RAILS_MAX];
+    int nics[RAILS_MAX];
+};
+
 /* One progress thread and what only it touches. */
 struct group {
     struct ekv_engine *engine;
@@ -87,6 +98,8 @@ struct group {
     uint32_t warm_count;
     uint32_t warm_capacity;
     uint64_t round;
+    uint64_t turn; /* of a job, from 1 */
+    struct survey survey;
     uint64_t active_ns;  /* when something last happened */
     uint64_t checked_ns; /* when deadlines were last looked at */
     uint64_t idle_ns;    /* the present sleep, while there is nothing to wake us */

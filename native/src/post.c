@@ -449,6 +449,7 @@ static bool group_take_turn(struct group *group, struct job *job, uint64_t now_n
     bool over = false;
     bool stays = true;
 
+    group->turn++;
     pthread_mutex_lock(&job->lock);
     if (!job->near)
         pthread_rwlock_rdlock(&job->peer->lock);
