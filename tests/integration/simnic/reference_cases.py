@@ -6,15 +6,14 @@ The test starts it on simulated NICs (see test_reference_cases.py)."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from child_process import ChildProcess, start_process
 
 from efa_kv.mooncake import TransferEngine
 
@@ -22,28 +21,14 @@ PEER = Path(__file__).parents[1] / "mooncake_child.py"
 MIB = 1 << 20
 
 
-class Peer:
+class Peer(ChildProcess):
     """An engine in a process of its own; see mooncake_child.py for the requests."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        super().__init__(start_process(PEER, without=()))
         opened = self.ask("open", name="127.0.0.1", protocol="efa")
         assert opened["code"] == 0
         self.session = str(opened["session"])
-
-    def ask(self, request: str, /, **arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([request, arguments]) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        assert "error" not in answer, answer
-        return answer["value"]
-
-    def end(self) -> None:
-        self.process.communicate("", timeout=30)
 
 
 def random_bytes(size: int, seed: int) -> np.ndarray:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import child_process
 import pytest
 
 from efa_kv.tools import sim
@@ -40,7 +41,7 @@ def outcomes(nics: int) -> dict[str, str]:
     variables = sim.environment(base, sim.Simulation(nics=nics), provider)
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(nics)],
-        env=variables | {"EFA_KV_NEAR": "false"},
+        env=variables | {"EFA_KV_NEAR": "false", "PYTHONPATH": str(child_process.HERE)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
