@@ -113,8 +113,13 @@ static void survey_own(struct group *group, const struct errand *errand, uint64_
     survey->region = errand->region;
     survey->remote = errand->remote;
     survey->chosen = group->rail_first;
-    for (uint32_t i = 0; i < group->rail_count; i++)
-        survey_rail(group, errand, group->rail_first + i, now_ns, desperate);
+    survey->level = !desperate;
+    for (uint32_t i = 0; i < group->rail_count; i++) {
+        uint32_t r = group->rail_first + i;
+
+        survey_rail(group, errand, r, now_ns, desperate);
+        survey->level &= survey->choices[r].rank == survey->choices[group->rail_first].rank;
+    }
 }
 
 /* Within a turn only what was chosen last has changed, by what came of it. */
@@ -239,17 +244,24 @@ static enum choice choose_none(struct group *group, const struct errand *errand,
                : CHOICE_WAIT;
 }
 
-enum choice choose_for_stripe(struct group *group, const struct errand *errand, uint64_t now_ns,
-                              struct rail **rail, uint32_t *nic)
+/* With one group and rails of one nearness: the best of them, or -1. */
+static int choose_simply(const struct group *group)
+{
+    return group->engine->group_count == 1 && group->survey.level
+               ? stripe_choose(group->survey.choices, group->rail_count)
+               : -1;
+}
+
+/* The best of this group's rails, or -1 with *choice saying why there is none. */
+static int choose_fairly(struct group *group, const struct errand *errand, uint64_t now_ns,
+                         enum choice *choice)
 {
     const struct ekv_engine *engine = group->engine;
     struct stripe_rail choices[RAILS_MAX];
     struct job *job = errand->job;
     size_t choices_bytes = engine->rail_count * sizeof choices[0];
-    uint64_t left;
     int best, own;
 
-    survey_again(group, errand, now_ns);
     memcpy(choices, group->survey.choices, choices_bytes);
     if (engine->group_count > 1)
         survey_others(group, errand, now_ns, choices);
@@ -265,13 +277,31 @@ enum choice choose_for_stripe(struct group *group, const struct errand *errand, 
         uint64_t even = job->plan.total_bytes / engine->rail_count / CHOICE_EVEN_PART;
 
         if (!stripe_even(&choices[own], &choices[best], even) &&
-            call_group(group, job, (uint32_t)best, now_ns))
-            return CHOICE_WAIT;
+            call_group(group, job, (uint32_t)best, now_ns)) {
+            *choice = CHOICE_WAIT;
+            return -1;
+        }
     }
     if (own < 0)
-        return choose_none(group, errand,
-                           any_reachable(choices, group->rail_first, group->rail_count), best,
-                           now_ns);
+        *choice =
+            choose_none(group, errand, any_reachable(choices, group->rail_first, group->rail_count),
+                        best, now_ns);
+    return own;
+}
+
+enum choice choose_for_stripe(struct group *group, const struct errand *errand, uint64_t now_ns,
+                              struct rail **rail, uint32_t *nic)
+{
+    enum choice choice;
+    uint64_t left;
+    int own;
+
+    survey_again(group, errand, now_ns);
+    own = choose_simply(group);
+    if (own < 0)
+        own = choose_fairly(group, errand, now_ns, &choice);
+    if (own < 0)
+        return choice;
     if (!remote_key_at(errand->remote, (uint32_t)group->survey.nics[own], errand->remote_address,
                        &left)) {
         group->survey.turn = 0; /* it was made for an address with a key on that NIC */

@@ -62,6 +62,7 @@ struct survey {
     const struct region *region;
     const struct remote_region *remote;
     uint32_t chosen; /* last, so that it has changed since */
+    bool level;      /* all rails are equally near */
     struct stripe_rail choices[RAILS_MAX];
     int nics[RAILS_MAX];
 };
