@@ -26,7 +26,8 @@ sglang-demo: setup-sglang ## the same with SGLang servers and SGLang's router
 test: setup-e2e lint test-native ## every test
 	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
-test-fast: setup lint test-native ## every test that needs no model server
+test-fast: setup lint ## what is quick and needs no model server, in under three minutes
+	@scripts/test-native.sh --fast undefined
 	$(BIN)/python -m pytest --ignore=tests/e2e -m "not slow" $(PYTEST_OPTIONS)
 
 test-e2e: setup-e2e ## only the tests with model servers

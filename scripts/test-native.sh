@@ -1,9 +1,15 @@
 #!/bin/sh
 # Builds the C tests once per sanitizer named and runs them. Each has its own build
-# folder, so a second run compiles only what changed.
+# folder, so a second run compiles only what changed. With --fast first, those that
+# take long are left out.
 set -eu
 cd "$(dirname "$0")/.."
 
+chosen=""
+if [ "${1:-}" = --fast ]; then
+    chosen="--label-exclude slow"
+    shift
+fi
 jobs=$(nproc 2>/dev/null || echo 2)
 log=build/native/build.log
 mkdir -p build/native
@@ -19,5 +25,6 @@ for sanitizer in "$@"; do
         cat "$log" >&2
         exit 1
     fi
-    ctest --test-dir "$folder" --output-on-failure --no-tests=error --timeout 120
+    # shellcheck disable=SC2086  # a list of words
+    ctest --test-dir "$folder" --output-on-failure --no-tests=error --timeout 180 $chosen
 done

@@ -20,7 +20,7 @@ import pytest
 from efa_kv.tools import sim
 from efa_kv.tools.loopback import Target, TargetSettings, cpu_seconds
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 COMMAND = [sys.executable, "-m", "efa_kv.cli"]
 SMALL = ["--buffer_size=16M", "--batch_size=32", "--duration=0.2", "--use_vram=false"]

@@ -19,7 +19,7 @@ from efa_kv.runtime.borrower import Borrower
 from efa_kv.tools import sim
 from efa_kv.wire.notes import Note
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SIZE = 1 << 20
 

@@ -21,6 +21,8 @@ from child_process import ChildProcess, start_process
 
 from efa_kv.mooncake import TransferEngine, TransferNotify, TransferOpcode
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("mooncake_child.py")
 PROTOCOLS = ["tcp", "shm"]
 DELIBERATE = ("EFA_KV_", "MC_", "MOONCAKE_")

@@ -17,7 +17,7 @@ import pytest
 
 from efa_kv.tools import sim
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 COMMAND = [sys.executable, "-m", "efa_kv.cli", "validate"]
 NICS = 4

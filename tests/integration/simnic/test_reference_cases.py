@@ -17,6 +17,8 @@ import pytest
 
 from efa_kv.tools import sim
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("reference_cases.py")
 TIMEOUT_S = 100
 CASES = [
