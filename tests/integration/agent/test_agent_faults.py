@@ -214,6 +214,7 @@ def test_a_stopped_producer_cannot_write_into_blocks_given_back(
     assert decode.received == ["a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_consumer_that_dies_or_stops_does_not_keep_the_producers_blocks(
     child: Child, consumer: Consumer, end: signal.Signals
