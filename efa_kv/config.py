@@ -26,7 +26,10 @@ FOREIGN_PREFIXES: Final = ("EFA_KV_SIM_", "EFA_KV_TEST_", "EFA_KV_SGLANG")
 #: Other names of settings, as given by servers written for another engine.
 ALIASES: Final = {"mooncake_protocol": "protocol"}
 #: Variables that are read when nothing else gives the setting.
-FALLBACK_VARIABLES: Final = {"bootstrap_port": "VLLM_MOONCAKE_BOOTSTRAP_PORT"}
+FALLBACK_VARIABLES: Final = {
+    "bootstrap_port": "VLLM_MOONCAKE_BOOTSTRAP_PORT",
+    "host": "VLLM_HOST_IP",
+}
 PROTOCOLS: Final = (
     "auto",
     "efa",

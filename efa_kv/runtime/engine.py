@@ -521,10 +521,23 @@ class TransferEngine:
                 nic.speed_bits_per_second / 1e9,
                 nic.numa_node,
             )
-        address = ip_of(Address.parse(self.session).host)
-        if not authenticated and (address is None or not address.is_loopback):
-            _log.warning(
-                "engine %s listens beyond this machine without a secret: whoever reaches the "
-                "port can write registered memory. Set EFA_KV_SECRET on all servers.",
-                self.session,
-            )
+        for warning in start_warnings(self.session, self.protocol, authenticated=authenticated):
+            _log.warning("engine %s %s", self.session, warning)
+
+
+def start_warnings(session: str, protocol: str, *, authenticated: bool) -> list[str]:
+    """What whoever starts an engine should know of the address it listens on.  Pure."""
+    address = ip_of(Address.parse(session).host)
+    if address is None or not address.is_loopback:
+        if authenticated:
+            return []
+        return [
+            "listens beyond this machine without a secret: whoever reaches the port can write "
+            "registered memory. Set EFA_KV_SECRET on all servers."
+        ]
+    if not protocol.startswith("efa"):
+        return []
+    return [
+        "has an EFA network but listens on this machine only, so that no other host can greet "
+        "it. Set host (EFA_KV_HOST, or VLLM_HOST_IP) to the address that peers reach this host at."
+    ]

@@ -56,6 +56,8 @@ def test_aliases_and_fallbacks() -> None:
     assert EngineConfig.load({"bootstrap_port": 1}, environ).bootstrap_port == 1
     own = {**environ, "EFA_KV_BOOTSTRAP_PORT": "2"}
     assert EngineConfig.load({}, own).bootstrap_port == 2
+    assert EngineConfig.load({}, {"VLLM_HOST_IP": "10.0.0.7"}).host == "10.0.0.7"
+    assert EngineConfig.load({}, {"VLLM_HOST_IP": ""}).host == "127.0.0.1"
     with pytest.raises(ConfigError, match="both"):
         EngineConfig.load({"mooncake_protocol": "tcp", "protocol": "tcp"}, {})
 
