@@ -5,6 +5,7 @@ nodes from the top of the network down; the last is the one it hangs on. Two ins
 their last node are nearest; sharing only an upper node means more hops between them.
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -56,14 +57,27 @@ class Pair(msgspec.Struct, frozen=True):
     hops: int
 
 
+class Measurement(msgspec.Struct, frozen=True):
+    """Two instances between which to measure: of one capacity block, or of two (None is none)."""
+
+    blocks: tuple[str | None, str | None]
+    instances: tuple[str, str]
+    hops: int
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of the command. `spread` tells that some pair must cross the top of the network."""
+    """The JSON of the command. `spread` tells that some pair must cross the top of the network.
+
+    `measurements` is empty unless there are several capacity blocks; `notes` are for people.
+    """
 
     instances: tuple[Instance, ...]
     shared: tuple[Shared, ...]
     pairs: tuple[Pair, ...]
     total_hops: int
     spread: bool
+    measurements: tuple[Measurement, ...]
+    notes: tuple[str, ...]
 
 
 def parse(text: str) -> tuple[Instance, ...]:
@@ -167,6 +181,42 @@ def suggest_roles(instances: Sequence[Instance]) -> tuple[list[Instance], list[I
     return ordered[1::2], ordered[0::2]
 
 
+def measurements(instances: Sequence[Instance]) -> tuple[Measurement, ...]:
+    """What to measure where there are several capacity blocks: the farthest pair within each
+    block, and between each two of them.
+
+    Blocks that were reserved apart may lie in different parts of the network, and stay there.
+    """
+    blocks: dict[str | None, list[Instance]] = {}
+    for instance in sorted(instances, key=lambda one: one.instance_id):
+        blocks.setdefault(instance.capacity_block_id, []).append(instance)
+    if len(blocks) < 2:
+        return ()
+    found = []
+    for one, other in itertools.combinations_with_replacement(sorted(blocks, key=str), 2):
+        couples = (
+            itertools.combinations(blocks[one], 2)
+            if one == other
+            else itertools.product(blocks[one], blocks[other])
+        )
+        farthest = max(couples, key=lambda couple: hops(*couple), default=None)
+        if farthest:
+            ids = (farthest[0].instance_id, farthest[1].instance_id)
+            found.append(Measurement((one, other), ids, hops(*farthest)))
+    return tuple(found)
+
+
+def notes_on(instances: Sequence[Instance]) -> tuple[str, ...]:
+    """What the placement of these instances calls for, besides a measurement."""
+    grouped = [one.instance_id for one in instances if one.group_name and one.capacity_block_id]
+    if not grouped:
+        return ()
+    return (
+        f"{', '.join(grouped)}: in a capacity block and a placement group; AWS places the "
+        "instances of a block and supports no group there: leave it out of the launch template",
+    )
+
+
 def report_for(instances: Sequence[Instance], pairs: tuple[Pair, ...]) -> Report:
     """Everything the command prints."""
     tops = {instance.network_nodes[0] for instance in instances}
@@ -176,6 +226,8 @@ def report_for(instances: Sequence[Instance], pairs: tuple[Pair, ...]) -> Report
         pairs=pairs,
         total_hops=sum(one.hops for one in pairs),
         spread=len(tops) > 1,
+        measurements=measurements(instances),
+        notes=notes_on(instances),
     )
 
 
@@ -202,6 +254,12 @@ def show(report: Report, console: Console) -> None:
         console.print(
             "these instances do not all share the top node: measure within and between the parts"
         )
+    for one_pair in report.measurements:
+        first, second = (block or "no block" for block in one_pair.blocks)
+        where = f"within {first}" if first == second else f"between {first} and {second}"
+        console.print(f"measure {where}: {' and '.join(one_pair.instances)}, {one_pair.hops} hops")
+    for note in report.notes:
+        console.print(f"note: {note}")
 
 
 def _chosen(by_id: dict[str, Instance], wanted: Sequence[str]) -> list[Instance]:

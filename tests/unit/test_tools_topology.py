@@ -146,6 +146,30 @@ def test_several_pages_and_a_split_network(answer: Path, tmp_path: Path) -> None
     assert "do not all share the top node" in result.output
 
 
+def test_capacity_blocks_are_measured_within_and_between(answer: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = runner.invoke(app, [str(answer), "--json", str(out)])
+    # The farthest pair stands for all: 1, 2 and 4 are near each other, 3 and 5 are below nn-b1.
+    assert "measure within cb-1: i-1 and i-3, 5 hops" in result.output
+    assert "measure between no block and cb-1: i-5 and i-1, 5 hops" in result.output
+    assert len(json.loads(out.read_text())["measurements"]) == 2
+
+
+def test_one_capacity_block_needs_no_comparison() -> None:
+    block = [one for one in parsed().values() if one.capacity_block_id]
+    assert topology.measurements(block) == ()
+    assert topology.notes_on(block) == ()
+
+
+def test_a_placement_group_in_a_capacity_block_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "topology.json"
+    grouped = {**entry("i-1", "nn-top", "nn-a", "nn-a1"), "GroupName": "mine"}
+    path.write_text(json.dumps({"Instances": [grouped]}))
+    result = runner.invoke(app, [str(path)])
+    assert result.exit_code == 0
+    assert "i-1: in a capacity block and a placement group" in result.output
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
