@@ -207,11 +207,15 @@ def _experts(model: KvModel, instance: Instance, layout: Layout) -> Experts | No
     # value; tokens bound for several experts of one node are counted as often, so it is a bound.
     crossing = 2 * 2 * model.hidden_size * max(1, model.experts_per_token) * elsewhere
     if fits:
-        advice = "expert traffic stays on NVLink; place the ranks of a node contiguously"
+        advice = (
+            "expert traffic stays on NVLink; place the "
+            f"{instance.gpus} ranks of a node contiguously"
+        )
     else:
         advice = (
             f"reduce EP x TP to {instance.gpus}; an intra-node build stops at start with "
-            "'Inter-node communication is not supported', and a backend that does cross needs "
+            "'Inter-node communication is not supported', or goes through the CPU; upstream DeepEP "
+            "does not cross nodes on EFA, and AWS's fork of DeepEP v2, which does, needs "
             "NCCL 2.31, EFA installer 1.50 and driver 3.3.0"
         )
     return Experts(
@@ -256,8 +260,8 @@ def _settings(model: KvModel, instance: Instance, layout: Layout) -> tuple[Setti
         ),
         Setting(
             name="progress_threads",
-            value="1",
-            reason="one poller reached 99.9 % of peak; a further one costs the server a core",
+            value="unset",
+            reason="chosen from devices and cores; they rest when idle, so none costs a core",
         ),
     ]
     return (*settings, _block_setting(model, layout))
