@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import efa_kv
 from efa_kv import cli
+
+DOCS = Path(__file__).parents[2] / "docs/tools"
 
 
 def test_config_prints_every_setting() -> None:
@@ -25,6 +29,26 @@ def test_version() -> None:
 
 def test_unknown_commands_are_refused() -> None:
     assert CliRunner().invoke(cli.app, ["nonsense"]).exit_code == 2
+
+
+@pytest.mark.parametrize("tool", cli.TOOLS)
+def test_every_tool_explains_itself(
+    tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _status([tool, "--help"], monkeypatch) == 0
+    output = capsys.readouterr().out
+    # sim runs another command, and ends with its status: it has nothing of its own to tell.
+    assert ("--json" in output) is (tool != "sim")
+    assert (DOCS / f"{tool}.md").is_file()
+    assert _status([tool, "--no-such-flag"], monkeypatch) == 2
+
+
+def _status(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["efa-kv", *words])
+    monkeypatch.setattr(cli, "app", typer.Typer())
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code
 
 
 @pytest.mark.parametrize("module", ["efa_kv", "efa_kv.cli", "efa_kv.config"])
