@@ -46,7 +46,7 @@ _CAUSES = (
         "export LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:$LD_LIBRARY_PATH",
     ),
     (
-        r"(undefined symbol|version `\S+' not found)",
+        r"(undefined symbol|undefined reference|version `\S+' not found)",
         "the plugin does not fit the libfabric or verbs library of this image",
         "efa-kv doctor --container",
     ),

@@ -394,6 +394,15 @@ def test_listening_beyond_loopback_without_a_secret_warns_once(
     assert len([r for r in caplog.records if "EFA_KV_SECRET" in r.message]) == 1
 
 
+def test_the_start_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "efa_kv")
+    with TransferEngine(_config(max_in_flight=7)) as engine:
+        (nic,) = engine.rails
+        (line,) = [r.message for r in caplog.records if r.message.startswith("rail ")]
+        assert f"rail {engine.session}@{nic.name}: provider {nic.provider}" in line
+        assert f"queue depth 7 of {nic.provider_queue_depth}, completion queue" in line
+
+
 def test_auto_takes_tcp_without_efa_and_require_forbids_it() -> None:
     with TransferEngine(_config(protocol="auto")) as engine:
         assert engine.protocol == "tcp"

@@ -87,6 +87,7 @@ def test_sockets_and_why() -> None:
         ("NCCL_NET_PLUGIN set by environment to none", "another plugin"),
         ("NET/Plugin: Could not find: libnccl-net.so.", "was not found"),
         ("libnccl-net.so: undefined symbol: fi_version", "does not fit"),
+        ("libefa: undefined reference to `efadv_query_qp_wqs@EFA_1.4'", "does not fit"),
         ("NET/OFI fi_getinfo: provider efa output empty list", "second copy"),
         ("NET/OFI Couldn't find any optimal provider (-61) No data available", "no EFA device"),
         ("NET/OFI fi_fabric failed: Permission denied", "may not be opened"),
