@@ -31,6 +31,7 @@ def options_struct(
     options.devices = text(",".join(config.devices))
     options.host = text(host)
     options.libfabric_path = text(config.libfabric)
+    options.cuda_path = text(config.cuda_library)
     options.progress_threads = config.progress_threads
     options.max_in_flight = config.max_in_flight
     options.max_jobs = config.max_jobs
@@ -73,6 +74,9 @@ def nic_of(native: Any) -> Nic:
         speed_bits_per_second=native.speed_bits_per_second,
         address=bytes(ffi.buffer(native.address, native.address_length)),
         fences=bool(native.flags & lib.EKV_NIC_FENCES),
+        reaches_gpus=bool(native.flags & lib.EKV_NIC_DEVICE_MEMORY),
+        down=bool(native.flags & lib.EKV_NIC_DOWN),
+        resets=native.resets,
     )
 
 

@@ -5,6 +5,7 @@ Nothing here is thread-safe; `efa_kv.runtime.regions` owns a `Registry` and its 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -47,9 +48,10 @@ class Span(msgspec.Struct, frozen=True):
 def span_of(buffer: Any) -> Span:
     """The whole storage behind ``buffer``; raises `RegistrationError`.
 
-    ``buffer`` is a numpy array, a torch tensor (host or CUDA), a bytearray or another
-    writable buffer, or ``(address, length_bytes)``.  Views give their storage, so that
-    all views of one allocation are the same span.
+    ``buffer`` is a numpy array, a torch tensor (host or CUDA), another array in GPU memory
+    (``__cuda_array_interface__``), a bytearray or another writable buffer, or ``(address,
+    length_bytes)``, of which the core asks the driver whose memory it is.  Views give their
+    storage, so that all views of one allocation are the same span.
     """
     if isinstance(buffer, tuple):
         span = _span_of_pair(buffer)
@@ -57,6 +59,8 @@ def span_of(buffer: Any) -> Span:
         span = _span_of_tensor(buffer)
     elif isinstance(buffer, np.ndarray):
         span = _span_of_array(buffer)
+    elif hasattr(buffer, "__cuda_array_interface__"):
+        span = _span_of_cuda_array(buffer)
     else:
         span = _span_of_view(buffer)
     if span.length_bytes <= 0 or span.address <= 0:
@@ -111,6 +115,27 @@ def _span_of_array(array: NDArray[Any]) -> Span:
             high += max(0, (length - 1) * stride)
     size_bytes = 0 if storage.size == 0 else high + storage.itemsize - low
     return Span(low, size_bytes, owner=array)
+
+
+def _span_of_cuda_array(array: Any) -> Span:
+    """What CuPy and Numba offer (numba.readthedocs.io, "CUDA Array Interface", version 3).
+    The driver is asked for the device."""
+    described = array.__cuda_array_interface__
+    address, read_only = described["data"]
+    if read_only:
+        raise RegistrationError(
+            "Found a read-only array; expected a writable one.", code=Code.EINVAL
+        )
+    item_bytes = np.dtype(described["typestr"]).itemsize
+    shape = described["shape"]
+    strides = described.get("strides")
+    if strides is None:
+        return Span(address, math.prod(shape) * item_bytes, MEMORY_CUDA, -1, array)
+    reaches = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True) if n > 1]
+    low = address + sum(reach for reach in reaches if reach < 0)
+    high = address + sum(reach for reach in reaches if reach > 0)
+    size_bytes = 0 if 0 in shape else high + item_bytes - low
+    return Span(low, size_bytes, MEMORY_CUDA, -1, array)
 
 
 def _span_of_view(buffer: Any) -> Span:

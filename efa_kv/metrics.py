@@ -48,6 +48,8 @@ RAIL_METRICS: Final = (
             ("memory", "memory of a device, or not offered"),
         )
     ),
+    MetricRow("bytes_staged", "staged_bytes", "counter", "GPU memory sent through the host's."),
+    MetricRow("operations_staged", "staged_operations", "counter", "Messages that carried it."),
     MetricRow("in_flight", "operations_in_flight", "gauge", "Operations in flight now."),
     MetricRow("in_flight_peak", "operations_in_flight_peak", "gauge", "Most in flight so far."),
     MetricRow("operations_posted", "operations_posted", "counter", "Operations posted."),
@@ -61,6 +63,12 @@ RAIL_METRICS: Final = (
     MetricRow("notices_dropped", "notices_dropped", "counter", "Notices lost to a full table."),
     MetricRow(
         "stray_completions", "stray_completions", "counter", "Completions of unknown operations."
+    ),
+    MetricRow(
+        "turned_ns",
+        "progress_turned_nanoseconds",
+        "gauge",
+        "When the progress thread last looked around, on the clock CLOCK_MONOTONIC.",
     ),
     MetricRow("progress_wakeups", "progress_wakeups", "counter", "Times the core woke up."),
 )

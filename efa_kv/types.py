@@ -113,7 +113,9 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
     """One local rail as the core sees it.
 
     ``fences``: taking a key away also stops a write that has begun under it.  Where it
-    does not, only a new endpoint keeps late bytes out.
+    does not, only a new endpoint keeps late bytes out.  ``reaches_gpus``: GPU memory is
+    registered with it; otherwise it goes through host memory.  ``down``: out after a
+    failure; ``resets``: how often it got a new endpoint.
     """
 
     name: str
@@ -128,6 +130,9 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
     speed_bits_per_second: int
     address: bytes
     fences: bool = True
+    reaches_gpus: bool = False
+    down: bool = False
+    resets: int = 0
 
     def record(self) -> NicRecord:
         """The part of it that peers need."""
@@ -271,6 +276,9 @@ class RailCounters(msgspec.Struct, frozen=True):
     near_refused_identity: int
     near_refused_system: int
     near_refused_memory: int
+    operations_staged: int
+    bytes_staged: int
+    turned_ns: int
 
 
 class LogRecord(msgspec.Struct, frozen=True):
@@ -283,7 +291,8 @@ class LogRecord(msgspec.Struct, frozen=True):
 
 
 class TraceRecord(msgspec.Struct, frozen=True):
-    """A moment in a job's life; ``time_ns`` is CLOCK_MONOTONIC."""
+    """A moment in a job's life; ``time_ns`` is CLOCK_MONOTONIC.  Of what one rail carried it
+    has the begin and the number of operations too."""
 
     event: int
     time_ns: int
@@ -292,3 +301,5 @@ class TraceRecord(msgspec.Struct, frozen=True):
     bytes: int
     rail: int
     status: int
+    begun_ns: int
+    operations: int

@@ -109,6 +109,9 @@ typedef uint64_t ekv_job_id;
  * Without this flag a write that has begun goes on (software providers): what keeps late
  * bytes out there is ekv_rail_reset at the target. */
 #define EKV_NIC_FENCES (1u << 6)
+/* GPU memory is registered with it.  Without this flag GPU memory is carried in messages,
+ * through host memory, and the target's own progress thread puts it in its place. */
+#define EKV_NIC_DEVICE_MEMORY (1u << 7)
 
 /* One NIC: a local rail, or (name, fabric, provider, address, speed, numa_node
  * filled) a peer's. */
@@ -163,6 +166,7 @@ typedef struct ekv_options {
     uint32_t reserved_rails;
     uint64_t device_bytes_max;   /* most bytes registered with one NIC; 0 = not known */
     uint64_t device_entries_max; /* and page-table entries, of 4 KiB (host) or 64 KiB (GPU) */
+    const char *cuda_path;       /* NVIDIA's driver, for GPU memory; NULL = libcuda.so.1 */
 } ekv_options;
 
 /* Path and version of the libfabric in use ("1.17 /usr/lib/..."), loading it if
@@ -230,18 +234,20 @@ typedef struct ekv_memory {
     uint32_t kind; /* EKV_MEMORY_* */
     uint64_t address;
     uint64_t length_bytes;
-    int32_t device;  /* CUDA ordinal, -1 for host memory */
+    int32_t device;  /* CUDA ordinal, -1 for host memory, or to have the driver asked */
     uint32_t access; /* EKV_ACCESS_*; always usable locally */
-    char place[16];  /* PCI address of its GPU, 0000:53:00.0; empty: not known, or host memory */
+    char place[16];  /* PCI address of its GPU, 0000:53:00.0; empty: the driver's, or host memory */
 } ekv_memory;
 
 /* In the place of a rail or NIC: the key for neighbours, who need no NIC. */
 #define EKV_KEY_NEAR 65535u
+/* The key for memory that no NIC reaches: its owner copies, see EKV_NIC_DEVICE_MEMORY. */
+#define EKV_KEY_STAGED 65534u
 
 /* The key of a region on one rail, to be sent to peers. */
 typedef struct ekv_region_key {
     uint32_t struct_size;
-    uint32_t rail; /* index into ekv_engine_rails, or EKV_KEY_NEAR */
+    uint32_t rail; /* index into ekv_engine_rails, EKV_KEY_NEAR or EKV_KEY_STAGED */
     uint64_t key;
     uint64_t base;         /* remote address of the key's first byte: virtual address or 0 */
     uint64_t offset_bytes; /* where in the region this key begins (device limits may cut it) */
@@ -287,7 +293,7 @@ typedef struct ekv_peer_options {
 /* A remote region on one of the peer's NICs. */
 typedef struct ekv_remote_key {
     uint32_t struct_size;
-    uint32_t nic; /* index into the nics given to ekv_peer_add, or EKV_KEY_NEAR */
+    uint32_t nic; /* index into the nics given to ekv_peer_add, or an EKV_KEY_* */
     uint64_t key;
     uint64_t base;
     uint64_t offset_bytes;
@@ -441,6 +447,9 @@ typedef struct ekv_rail_counters {
     uint64_t near_refused_identity;   /* another process is behind the process id */
     uint64_t near_refused_system;     /* the kernel or /proc lacks what it takes */
     uint64_t near_refused_memory;     /* memory of a device, or memory not offered */
+    uint64_t operations_staged;       /* messages that carried memory no NIC reaches, from here */
+    uint64_t bytes_staged;
+    uint64_t turned_ns; /* CLOCK_MONOTONIC when its progress thread last looked around */
 } ekv_rail_counters;
 
 EKV_API int ekv_counters(ekv_engine *engine, ekv_rail_counters *rails, size_t capacity,
@@ -465,6 +474,7 @@ EKV_API int ekv_log_read(ekv_engine *engine, ekv_log_record *records, size_t cap
 #define EKV_TRACE_FAILED 6u
 #define EKV_TRACE_RAIL_DOWN 7u
 #define EKV_TRACE_RAIL_UP 8u
+#define EKV_TRACE_RAIL_MOVED 9u /* what one rail carried of a job, when the job has ended */
 
 typedef struct ekv_trace_record {
     uint32_t struct_size;
@@ -475,6 +485,9 @@ typedef struct ekv_trace_record {
     uint64_t bytes;
     uint32_t rail;
     int32_t status;
+    uint64_t begun_ns;   /* of EKV_TRACE_RAIL_MOVED: its first post; time_ns is its last end */
+    uint32_t operations; /* of the same */
+    uint32_t reserved;
 } ekv_trace_record;
 
 EKV_API int ekv_trace_read(ekv_engine *engine, ekv_trace_record *records, size_t capacity);

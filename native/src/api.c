@@ -43,7 +43,7 @@ int ekv_fabric_list(const ekv_options *given, ekv_nic *nics, size_t capacity, si
     *count = 0;
     code = fabric_open(&fabric, options.libfabric_path, error);
     if (code == EKV_OK)
-        code = device_list_open(&devices, &fabric, &options, error);
+        code = device_list_open(&devices, &fabric, &options, false, error);
     if (code != EKV_OK)
         return code;
     for (uint32_t i = 0; i < devices.count && i < capacity; i++) {
@@ -235,6 +235,8 @@ static ekv_rail_counters counters_read(const struct rail_counters *from)
         .near_refused_identity = counter_read(&from->near_refused[NEAR_IDENTITY]),
         .near_refused_system = counter_read(&from->near_refused[NEAR_SYSTEM]),
         .near_refused_memory = counter_read(&from->near_refused[NEAR_MEMORY]),
+        .operations_staged = counter_read(&from->operations_staged),
+        .bytes_staged = counter_read(&from->bytes_staged),
     };
 }
 
@@ -252,6 +254,7 @@ int ekv_counters(struct ekv_engine *engine, ekv_rail_counters *rails, size_t cap
         for (uint32_t i = 0; i < engine->rail_count && i < capacity; i++) {
             ekv_rail_counters now = counters_read(&engine->rails[i].counters);
 
+            now.turned_ns = atomic_load(&rail_group(engine, i)->turned_ns);
             struct_export(element(rails, stride, i), &now, sizeof now);
         }
         *count = engine->rail_count;

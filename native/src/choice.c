@@ -134,15 +134,6 @@ static void survey_again(struct group *group, const struct errand *errand, uint6
         survey_own(group, errand, now_ns, false);
 }
 
-static struct group *rail_group(struct ekv_engine *engine, uint32_t rail)
-{
-    struct group *group = engine->groups;
-
-    while (rail - group->rail_first >= group->rail_count)
-        group++;
-    return group;
-}
-
 static bool group_has(const struct group *group, struct job *job)
 {
     return (atomic_load(&job->active_groups) | job->called_groups) & 1u << group->index;

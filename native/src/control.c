@@ -122,14 +122,47 @@ static void command_rotate(struct group *group, struct command *command)
     group_register(group, command, true);
 }
 
-static int memory_check(const ekv_memory *memory, ekv_error *error)
+/* Whose GPU memory it is, by the driver; fills in its device and place. */
+static int memory_check_device(struct ekv_engine *engine, ekv_memory *memory, ekv_error *error)
+{
+    const struct rail *rail = &engine->rails[0];
+    char pci[sizeof memory->place] = "";
+    int device = cuda_device_of(&engine->cuda, memory->address, memory->length_bytes);
+    int code;
+
+    if (!cuda_is_there(&engine->cuda))
+        return error_set(error, EKV_EREGISTER, 0, "ekv_region_add",
+                         "found GPU memory and no CUDA driver. Expected libcuda.so.1, or the "
+                         "path of one (cuda_library)");
+    if (device < 0 || (memory->device >= 0 && memory->device != device))
+        return error_set(error, EKV_EREGISTER, 0, "ekv_region_add",
+                         "%llu bytes at 0x%llx are not memory of GPU %d, says its driver (%d). "
+                         "Register one allocation at a time",
+                         (unsigned long long)memory->length_bytes,
+                         (unsigned long long)memory->address, memory->device, device);
+    if (!(rail->nic.flags & EKV_NIC_DEVICE_MEMORY) && !rail->stage)
+        return error_set(error, EKV_EREGISTER, 0, "ekv_region_add",
+                         "provider %s offers no access to GPU memory (FI_HMEM). Install an EFA "
+                         "software that has it, 1.18 or later with its own libfabric",
+                         rail->nic.provider);
+    memory->device = device;
+    code = cuda_use(&engine->cuda, device, pci, sizeof pci, error);
+    if (code == EKV_OK && !memory->place[0])
+        memcpy(memory->place, pci, sizeof memory->place);
+    return code;
+}
+
+static int memory_check(struct ekv_engine *engine, ekv_memory *memory, ekv_error *error)
 {
     uint64_t end;
 
-    if (memory->kind == EKV_MEMORY_CUDA)
-        return error_set(error, EKV_ENOTSUP, 0, "ekv_region_add",
-                         "GPU memory is not supported by this build yet; register host memory");
-    if (memory->kind != EKV_MEMORY_HOST)
+    /* Taken for host memory it would crash whoever copies it. */
+    if (memory->kind == EKV_MEMORY_HOST &&
+        cuda_device_of(&engine->cuda, memory->address, memory->length_bytes) >= 0) {
+        memory->kind = EKV_MEMORY_CUDA;
+        memory->device = -1;
+    }
+    if (memory->kind > EKV_MEMORY_CUDA)
         return error_set(error, EKV_EINVAL, 0, "ekv_region_add", "memory kind %u is unknown",
                          memory->kind);
     if (memory->length_bytes == 0 || memory->address == 0 ||
@@ -137,7 +170,7 @@ static int memory_check(const ekv_memory *memory, ekv_error *error)
         return error_set(
             error, EKV_EINVAL, 0, "ekv_region_add", "%llu bytes at 0x%llx is not a range of memory",
             (unsigned long long)memory->length_bytes, (unsigned long long)memory->address);
-    return EKV_OK;
+    return memory->kind == EKV_MEMORY_CUDA ? memory_check_device(engine, memory, error) : EKV_OK;
 }
 
 /* Which rails serve a region: of GPU memory by the GPU's place on the PCI bus, of host
@@ -157,6 +190,11 @@ static void region_place(const struct ekv_engine *engine, const ekv_memory *memo
         places[i] = engine->rails[i].place;
     topology_plan(places, engine->rail_count, &place, is_device, engine->register_everywhere,
                   &region->reach);
+    region->staged = memory->kind == EKV_MEMORY_CUDA && engine->rails[0].stage;
+    if (region->staged) {
+        region->reach.rails = 0;
+        region->reach.count = 0;
+    }
 }
 
 static int region_add(struct ekv_engine *engine, const ekv_memory *memory, ekv_region_id *id,
@@ -179,6 +217,8 @@ static int region_add(struct ekv_engine *engine, const ekv_memory *memory, ekv_r
                           memory_index(&engine->memory, region));
     if (code == EKV_OK)
         region->near_key = gate_admit(&engine->gate, memory_index(&engine->memory, region), memory);
+    if (code == EKV_OK && engine->rails[0].stage)
+        region->stage_key = stage_key_draw(memory_index(&engine->memory, region));
     if (code == EKV_OK && !memory_publish(&engine->memory, region))
         code = error_set(error, EKV_ENOMEM, 0, "ekv_region_add", "out of memory");
     if (code != EKV_OK) {
@@ -203,7 +243,7 @@ int ekv_region_add(struct ekv_engine *engine, const ekv_memory *given, ekv_regio
         code = error_set(error, EKV_EINVAL, 0, "ekv_region_add", "an argument is missing");
     memory.place[sizeof memory.place - 1] = '\0';
     if (code == EKV_OK)
-        code = memory_check(&memory, error);
+        code = memory_check(engine, &memory, error);
     if (code == EKV_OK)
         code = region_add(engine, &memory, region, error);
     engine_leave(engine);
@@ -239,16 +279,16 @@ static size_t region_export_keys(const struct ekv_engine *engine, const struct r
             struct_export(to, &key, sizeof key);
         }
     }
-    if (region->near_key != 0) {
-        ekv_region_key key = {.rail = EKV_KEY_NEAR,
-                              .key = region->near_key,
+    for (uint32_t i = 0; i < 2; i++) {
+        ekv_region_key key = {.rail = i ? EKV_KEY_STAGED : EKV_KEY_NEAR,
+                              .key = i ? region->stage_key : region->near_key,
                               .length_bytes = region->end - region->begin};
         void *to = (char *)keys + found * stride;
 
-        if (found++ < capacity) {
-            memcpy(to, &(uint32_t){(uint32_t)stride}, sizeof(uint32_t));
-            struct_export(to, &key, sizeof key);
-        }
+        if (key.key == 0 || found++ >= capacity)
+            continue;
+        memcpy(to, &(uint32_t){(uint32_t)stride}, sizeof(uint32_t));
+        struct_export(to, &key, sizeof key);
     }
     return found;
 }
@@ -365,10 +405,12 @@ static void control_wake_all(struct ekv_engine *engine)
         group_wake(&engine->groups[i]);
 }
 
-/* After gate_shut. */
-static void region_rekey_near(struct ekv_engine *engine, struct region *region, bool fresh)
+/* After gate_shut, and while nothing is copied by our own threads. */
+static void region_rekey(struct ekv_engine *engine, struct region *region, bool fresh)
 {
     pthread_rwlock_wrlock(&engine->memory.lock);
+    if (fresh && region->stage_key != 0)
+        region->stage_key = stage_key_draw(memory_index(&engine->memory, region));
     if (fresh)
         region->near_key = gate_renew(&engine->gate, region->near_key);
     else
@@ -414,7 +456,7 @@ static int region_rotate(struct ekv_engine *engine, ekv_region_id id, double tim
     } else {
         command.region = region;
         code = control_call_all(engine, &command, error);
-        region_rekey_near(engine, region, code == EKV_OK);
+        region_rekey(engine, region, code == EKV_OK);
     }
     atomic_store(&region->paused, false);
     control_wake_all(engine);

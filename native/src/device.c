@@ -50,8 +50,8 @@ static struct fi_info *device_hints(const struct fabric *fabric, const char *pro
     hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
-    hints->domain_attr->mr_mode =
-        FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY |
+                                  FI_MR_ENDPOINT | (caps & FI_HMEM ? FI_MR_HMEM : 0);
     hints->fabric_attr->prov_name = strdup(provider);
     if (!hints->fabric_attr->prov_name) {
         fabric->freeinfo(hints);
@@ -134,12 +134,12 @@ static bool protocol_is_ip(const char *provider)
 /* Asks one provider; *provider_code keeps the last answer. */
 static int device_query(struct device_list *list, const struct fabric *fabric,
                         const ekv_options *options, const char *provider, uint64_t op_flags,
-                        int *provider_code)
+                        bool gpus, int *provider_code)
 {
     const char *node = NULL;
     /* shm cannot wake us, and a target's share of the work leaves no completion: ask for
      * a count of it, so that the progress thread knows when it is needed. */
-    uint64_t caps = strcmp(provider, "shm") == 0 ? FI_RMA_EVENT : 0;
+    uint64_t caps = (strcmp(provider, "shm") == 0 ? FI_RMA_EVENT : 0) | (gpus ? FI_HMEM : 0);
     struct fi_info *hints = device_hints(fabric, provider, op_flags, caps);
     struct fi_info *found = NULL;
     int code = EKV_OK;
@@ -184,12 +184,32 @@ static int device_by_name(const void *a, const void *b)
     return strverscmp((*left)->domain_attr->name, (*right)->domain_attr->name);
 }
 
+/* Of the providers that can reach GPU memory only EFA is trusted with it: shm's copies
+ * ignore whose memory it is (reported to libfabric), and the others copy it themselves. */
+static bool provider_reaches_gpus(const char *provider)
+{
+    return strncmp(provider, "efa", 3) == 0;
+}
+
+/* The best that a provider offers: GPU memory first, then completions that mean landed. */
+static int device_query_best(struct device_list *list, const struct fabric *fabric,
+                             const ekv_options *options, const char *provider, bool gpus,
+                             int *provider_code)
+{
+    const uint64_t flags[] = {FI_DELIVERY_COMPLETE, 0};
+    int code = EKV_OK;
+
+    for (int with = gpus && provider_reaches_gpus(provider); with >= 0; with--)
+        for (size_t i = 0; i < 2 && list->count == 0 && code == EKV_OK; i++)
+            code = device_query(list, fabric, options, provider, flags[i], with, provider_code);
+    return code;
+}
+
 int device_list_open(struct device_list *list, const struct fabric *fabric,
-                     const ekv_options *options, ekv_error *error)
+                     const ekv_options *options, bool gpus, ekv_error *error)
 {
     const char *const *providers = NULL;
     const char *alone[] = {options->protocol, NULL};
-    const uint64_t flags[] = {FI_DELIVERY_COMPLETE, 0};
     int provider_code = 0;
 
     memset(list, 0, sizeof *list);
@@ -199,12 +219,10 @@ int device_list_open(struct device_list *list, const struct fabric *fabric,
     if (!providers)
         providers = alone;
     for (size_t i = 0; providers[i] && list->count == 0; i++)
-        for (size_t j = 0; j < 2 && list->count == 0; j++) {
-            if (device_query(list, fabric, options, providers[i], flags[j], &provider_code) !=
-                EKV_OK) {
-                device_list_close(list, fabric);
-                return error_set(error, EKV_ENOMEM, 0, "fi_getinfo", "out of memory");
-            }
+        if (device_query_best(list, fabric, options, providers[i], gpus, &provider_code) !=
+            EKV_OK) {
+            device_list_close(list, fabric);
+            return error_set(error, EKV_ENOMEM, 0, "fi_getinfo", "out of memory");
         }
     if (list->count == 0)
         return error_set(
@@ -267,6 +285,8 @@ void device_describe(const struct fi_info *info, const char *sysfs_root, ekv_nic
         nic->flags |= EKV_NIC_PROVIDER_KEYS;
     if (info->tx_attr->op_flags & FI_DELIVERY_COMPLETE)
         nic->flags |= EKV_NIC_DELIVERY_COMPLETE;
+    if (info->caps & FI_HMEM)
+        nic->flags |= EKV_NIC_DEVICE_MEMORY;
     /* The device checks the key of every packet and flushes what it drops.  A software
      * provider checks once and then receives into the buffer for as long as it takes. */
     if (strncmp(nic->provider, "efa", 3) == 0)

@@ -3,6 +3,8 @@
 #ifndef EKV_DEVICE_H
 #define EKV_DEVICE_H
 
+#include <stdbool.h>
+
 #include "fabric.h"
 #include "topology.h"
 
@@ -13,8 +15,9 @@ struct device_list {
     uint32_t count;
 };
 
+/* gpus: NICs that reach GPU memory are asked to, where their provider can. */
 int device_list_open(struct device_list *list, const struct fabric *fabric,
-                     const ekv_options *options, ekv_error *error);
+                     const ekv_options *options, bool gpus, ekv_error *error);
 void device_list_close(struct device_list *list, const struct fabric *fabric);
 
 /* Name, fabric, provider, PCI, NUMA node, speed and the fixed behaviour flags; where the

@@ -90,6 +90,15 @@ void engine_receive_notice(struct ekv_engine *engine, struct rail *rail, const e
     counter_add(&rail->counters.notices_dropped, 1);
 }
 
+struct group *rail_group(struct ekv_engine *engine, uint32_t rail)
+{
+    struct group *group = engine->groups;
+
+    while (rail >= group->rail_first + group->rail_count)
+        group++;
+    return group;
+}
+
 void engine_release_job(struct ekv_engine *engine, struct job *job)
 {
     for (uint32_t i = 0; i < job->region_count; i++)
@@ -153,6 +162,7 @@ static int engine_allocate(struct ekv_engine *engine, const ekv_options *options
         !jobs_open(&engine->jobs, or_default(options->max_jobs, ENGINE_JOBS)) ||
         !notice_table_open(&engine->notices, or_default(options->max_notices, ENGINE_NOTICES)))
         return error_set(error, EKV_ENOMEM, 0, "ekv_engine_open", "out of memory");
+    engine->memory.cuda = &engine->cuda;
     engine_open_gate(engine, options->near == EKV_NEAR_CONSENT);
     return EKV_OK;
 }
@@ -172,9 +182,11 @@ static void group_open_rails(struct group *group, struct command *command)
     command->code = EKV_OK;
     for (uint32_t i = group->rail_first; i < group->rail_first + group->rail_count; i++) {
         struct rail_options options = {.index = i, .max_in_flight = open->max_in_flight};
+        bool stages = cuda_is_there(&engine->cuda) && rail_stages(&engine->rails[i]);
         struct fi_info *info = open->devices->infos[i];
 
         open->devices->infos[i] = NULL; /* the rail owns it now */
+        options.cuda = stages ? &engine->cuda : NULL;
         command->code = rail_open(&engine->rails[i], &engine->fabric, &engine->log, info, &options,
                                   &command->error);
         if (command->code != EKV_OK)
@@ -272,6 +284,7 @@ static void engine_free(struct ekv_engine *engine)
     pthread_mutex_destroy(&engine->event_lock);
     pthread_mutex_destroy(&engine->nic_lock);
     free(engine->rails);
+    cuda_close(&engine->cuda);
     free(engine->sysfs_root);
     free(engine);
 }
@@ -314,6 +327,20 @@ static void engine_describe_rail(const struct ekv_engine *engine, const ekv_opti
     rail->budget.entries_max = options->device_entries_max;
 }
 
+/* A driver that was named has to be there; otherwise it is used where there is one. */
+static int engine_open_cuda(struct ekv_engine *engine, const ekv_options *options, ekv_error *error)
+{
+    char why[256];
+
+    if (cuda_open(&engine->cuda, options->cuda_path, why, sizeof why))
+        return EKV_OK;
+    if (options->cuda_path && options->cuda_path[0])
+        return error_set(error, EKV_EINVAL, 0, "ekv_engine_open",
+                         "the CUDA driver at cuda_path cannot be used: %s", why);
+    log_write(&engine->log, LOG_DEBUG, "no CUDA driver: %s", why);
+    return EKV_OK;
+}
+
 static int engine_open_parts(struct ekv_engine *engine, const ekv_options *options,
                              ekv_error *error)
 {
@@ -322,7 +349,11 @@ static int engine_open_parts(struct ekv_engine *engine, const ekv_options *optio
 
     if (code != EKV_OK)
         return code;
-    code = device_list_open(&devices, &engine->fabric, options, error);
+    code = engine_open_cuda(engine, options, error);
+    if (code != EKV_OK)
+        return code;
+    code =
+        device_list_open(&devices, &engine->fabric, options, cuda_is_there(&engine->cuda), error);
     if (code != EKV_OK)
         return code;
     engine->rail_count = devices.count;

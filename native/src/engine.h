@@ -10,6 +10,7 @@
 #include <stdbool.h>
 #include <sys/types.h>
 
+#include "cuda.h"
 #include "efa_kv.h"
 #include "fabric.h"
 #include "gate.h"
@@ -85,6 +86,7 @@ struct group {
     _Atomic bool commands_waiting;
     _Atomic bool stop;
     _Atomic bool sleeping;
+    _Atomic uint64_t turned_ns; /* when it last looked around; at least twice a second */
     _Atomic uint64_t called_ns; /* since when another group waits for it; 0: none does */
     int wake_fd;
 
@@ -144,6 +146,7 @@ struct ekv_engine {
     _Atomic uint32_t entered; /* calls inside, so that close can wait for them */
 
     struct fabric fabric;
+    struct cuda cuda;
     struct log log;
     struct trace trace;
     struct memory memory;
@@ -210,6 +213,17 @@ bool job_advance(struct group *group, struct job *job);
 void job_conclude(struct group *group, struct job *job);
 /* Is there a path to the job's peer that has not failed lately? */
 bool job_has_detour(struct group *group, const struct job *job, uint64_t now_ns);
+/* How an operation ended: all zero for success. */
+struct outcome {
+    int code; /* ekv_code */
+    int error;
+    int provider_error;
+    bool blameless; /* the path is as good as before */
+    char text[160];
+};
+/* In the rail's thread, without the job's lock. */
+void operation_settle(struct group *group, struct rail *rail, struct operation *operation,
+                      const struct outcome *outcome, uint64_t now_ns);
 /* Settles all that was in flight on an endpoint that is closed; blame: its paths rest. */
 void rail_abort(struct group *group, struct rail *rail, int code, const char *text, bool blame);
 void trace_job(struct ekv_engine *engine, uint32_t event, const struct job *job, uint32_t rail);
@@ -241,10 +255,11 @@ void registry_add(struct ekv_engine *engine);
 void registry_remove(struct ekv_engine *engine);
 /* Waits until every other engine has served what is in its queues. */
 void registry_flush(void);
-int near_copy(const struct job *job, const struct piece *piece);
+int near_copy(struct ekv_engine *engine, const struct job *job, const struct piece *piece);
 int near_notify(const struct job *job, const ekv_notice *notice);
 
 /* engine.c */
+struct group *rail_group(struct ekv_engine *engine, uint32_t rail);
 void engine_signal(struct ekv_engine *engine);
 void engine_unsignal(struct ekv_engine *engine);
 void engine_receive_notice(struct ekv_engine *engine, struct rail *rail, const ekv_notice *notice);

@@ -188,7 +188,7 @@ static void group_remove_peers(struct group *group)
     }
 }
 
-static void group_look_after_rails(struct group *group)
+static void group_look_after_rails(struct group *group, uint64_t now_ns)
 {
     struct ekv_engine *engine = group->engine;
 
@@ -201,6 +201,7 @@ static void group_look_after_rails(struct group *group)
             rail_post_receives(rail);
         rail_address_sweep(rail);
         rail_drain_events(rail);
+        stage_check(group, rail, now_ns);
     }
 }
 
@@ -216,12 +217,14 @@ static void *group_main(void *argument)
         uint64_t now_ns = clock_now_ns();
         bool worked = group_run_commands(group);
 
+        atomic_store_explicit(&group->turned_ns, now_ns, memory_order_relaxed);
         group->round++;
         if (atomic_load_explicit(&group->called_ns, memory_order_relaxed))
             atomic_store_explicit(&group->called_ns, 0, memory_order_relaxed);
         worked |= group_take_submissions(group);
         rail_guard_enter(first);
         worked |= group_drain(group, now_ns);
+        worked |= stage_answer_deferred(group, now_ns);
         worked |= group_post_warms(group, now_ns);
         worked |= group_post(group, now_ns);
         rail_guard_leave(first);
@@ -233,7 +236,7 @@ static void *group_main(void *argument)
             group_check_deadlines(group, now_ns);
             group_remove_peers(group);
             group_check_stuck(group, now_ns);
-            group_look_after_rails(group);
+            group_look_after_rails(group, now_ns);
         }
         if (worked)
             group->active_ns = now_ns;

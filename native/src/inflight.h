@@ -26,6 +26,9 @@ enum operation_kind {
     OPERATION_FLUSH,  /* the one-byte read behind a job's writes */
     OPERATION_NOTICE, /* a job's notice */
     OPERATION_WARM,   /* the empty message of ekv_peer_warm */
+    OPERATION_PUT,    /* a staged stripe, see staging.h; over when it is answered */
+    OPERATION_GET,    /* asks for one */
+    OPERATION_ANSWER, /* to either; of no job, and holds its peer */
     OPERATION_RECEIVE /* waits for a notice */
 };
 
@@ -45,6 +48,12 @@ struct operation {
     uint64_t freed_ns; /* when it ended in an error, else 0 */
     struct operation *next;
     struct notice_message *message; /* its own 64 bytes of registered memory */
+    uint64_t cookie; /* of a staged stripe, and whether its message has gone and its answer come */
+    uint32_t slab;
+    int answer;
+    bool has_slab;
+    bool sent;
+    bool answered;
 };
 
 struct inflight {

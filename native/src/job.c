@@ -44,6 +44,7 @@ void jobs_close(struct jobs *jobs)
         return;
     for (uint32_t i = 0; i < jobs->capacity; i++) {
         job_empty(&jobs->slots[i]);
+        free(jobs->slots[i].rails);
         pthread_mutex_destroy(&jobs->slots[i].lock);
         pthread_cond_destroy(&jobs->slots[i].changed);
     }

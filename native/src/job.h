@@ -37,6 +37,14 @@ struct flush {
     bool posted;
 };
 
+/* What one rail carried of a job, for the trace. */
+struct job_rail {
+    uint64_t begun_ns;
+    uint64_t ended_ns; /* its last completion so far */
+    uint64_t bytes;
+    uint32_t operations;
+};
+
 struct job {
     /* Fixed from submission until the slot is reused. */
     uint32_t index;
@@ -75,6 +83,7 @@ struct job {
     bool first_posted;
     bool stray;             /* a write failed where that proves nothing */
     uint32_t called_groups; /* one bit per group in whose ring it lies */
+    struct job_rail *rails; /* by index; kept for the slot's next job; NULL: not counted */
     char text[160];
 
     /* Written under lock, read by anybody. */

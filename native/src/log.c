@@ -94,7 +94,8 @@ void trace_write(struct trace *trace, const ekv_trace_record *record)
     }
     slot = &trace->records[(trace->first + trace->count) % trace->capacity];
     *slot = *record;
-    slot->time_ns = clock_now_ns();
+    if (slot->time_ns == 0)
+        slot->time_ns = clock_now_ns();
     trace->count++;
     pthread_mutex_unlock(&trace->lock);
 }

@@ -6,7 +6,9 @@
 #include <rdma/fi_errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "cuda.h"
 #include "error.h"
 #include "identifier.h"
 #include "rail.h"
@@ -71,11 +73,14 @@ struct region *memory_take(struct memory *memory, const ekv_memory *description)
         region->generation = (region->generation + 1) & IDENTIFIER_GENERATION_MASK;
         region->state = REGION_HIDDEN;
         region->kind = description->kind;
+        region->device = description->kind == EKV_MEMORY_CUDA ? description->device : -1;
+        region->staged = false;
         region->access = description->access;
         region->begin = description->address;
         region->end = description->address + description->length_bytes;
         region->rails = rails;
         region->near_key = 0;
+        region->stage_key = 0;
         atomic_store(&region->jobs, 0);
         atomic_store(&region->operations, 0);
         atomic_store(&region->paused, false);
@@ -147,6 +152,41 @@ static void chunks_close(struct region_chunk *chunks, uint32_t count)
     free(chunks);
 }
 
+/* What NICs take into their page tables of GPU memory: whole pages. */
+static int chunk_export(struct memory *memory, const struct region *region,
+                        struct rail_memory *chunk)
+{
+    const uint64_t page = BUDGET_DEVICE_PAGE_BYTES;
+    uint64_t begin = (uint64_t)(uintptr_t)chunk->address & ~(page - 1);
+    uint64_t end = ((uint64_t)(uintptr_t)chunk->address + chunk->length + page - 1) & ~(page - 1);
+
+    if (region->device < 0)
+        return -1;
+    cuda_order(memory->cuda, region->device, (uint64_t)(uintptr_t)chunk->address);
+    chunk->dmabuf_base = begin;
+    return cuda_export(memory->cuda, region->device, begin, end - begin);
+}
+
+static int chunk_register(struct memory *memory, const struct region *region, struct rail *rail,
+                          uint64_t offset, uint64_t bytes, struct region_chunk *chunk)
+{
+    struct rail_memory range = {.address = (void *)(uintptr_t)(region->begin + offset),
+                                .length = bytes,
+                                .device = region->device};
+    uint64_t key = atomic_fetch_add(&memory->next_key, 1);
+    int answer;
+
+    range.dmabuf = chunk_export(memory, region, &range);
+    answer = rail_register(rail, &range, region_access_flags(region), key, &chunk->mr);
+    if (range.dmabuf >= 0)
+        close(range.dmabuf); /* the provider has a reference of its own */
+    if (answer != 0)
+        return answer;
+    chunk->descriptor = fi_mr_desc(chunk->mr);
+    chunk->key = fi_mr_key(chunk->mr);
+    return 0;
+}
+
 /* All chunks of one size; returns libfabric's code. */
 static int region_register_chunks(struct region *region, struct rail *rail, struct memory *memory,
                                   uint64_t chunk_bytes, struct region_rail *made)
@@ -160,16 +200,12 @@ static int region_register_chunks(struct region *region, struct rail *rail, stru
     for (uint32_t i = 0; i < count; i++) {
         uint64_t offset = (uint64_t)i * chunk_bytes;
         uint64_t bytes = length - offset < chunk_bytes ? length - offset : chunk_bytes;
-        uint64_t key = atomic_fetch_add(&memory->next_key, 1);
-        int answer = rail_register(rail, (void *)(uintptr_t)(region->begin + offset), bytes,
-                                   region_access_flags(region), key, &chunks[i].mr);
+        int answer = chunk_register(memory, region, rail, offset, bytes, &chunks[i]);
 
         if (answer != 0) {
             chunks_close(chunks, i);
             return answer;
         }
-        chunks[i].descriptor = fi_mr_desc(chunks[i].mr);
-        chunks[i].key = fi_mr_key(chunks[i].mr);
     }
     *made = (struct region_rail){.chunks = chunks, .count = count, .chunk_bytes = chunk_bytes};
     return 0;
@@ -183,11 +219,15 @@ static int region_refused(const struct region *region, const struct rail *rail, 
     budget_describe(&rail->budget, held, sizeof held);
     return error_set(error, EKV_EREGISTER, -answer, "fi_mr_reg",
                      "%s refused to register %llu bytes at 0x%llx: %s. This engine has already "
-                     "registered %s with it%s. Check the memlock limit (ulimit -l) and that the "
-                     "memory is mapped",
+                     "registered %s with it%s. %s",
                      rail->nic.name, (unsigned long long)(region->end - region->begin),
                      (unsigned long long)region->begin, rail_strerror(rail, answer), held,
-                     rail->budget.bytes ? ", and a device takes only so much in total" : "");
+                     rail->budget.bytes ? ", and a device takes only so much in total" : "",
+                     region->device >= 0
+                         ? "It is GPU memory: check that it comes from cudaMalloc (no expandable "
+                           "segments), and that the driver exports dmabuf or nvidia-peermem is "
+                           "loaded (efa-kv doctor)"
+                         : "Check the memlock limit (ulimit -l) and that the memory is mapped");
 }
 
 static int region_over_budget(const struct region *region, const struct rail *rail,

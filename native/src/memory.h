@@ -15,6 +15,7 @@
 #include "range.h"
 #include "topology.h"
 
+struct cuda;
 struct rail;
 
 /* A part of a region under one key; all parts but the last have the same length. */
@@ -44,12 +45,15 @@ struct region {
     uint32_t generation;
     enum region_state state;
     uint32_t kind;
+    int32_t device; /* of GPU memory, else -1 */
+    bool staged;    /* no rail reaches it, see staging.h */
     uint32_t access;
     uint64_t begin;
     uint64_t end;
     struct reach reach; /* which rails, and how near they are */
     struct region_rail *rails;
     uint64_t near_key;           /* for neighbours, see gate.h; 0: not offered */
+    uint64_t stage_key;          /* for peers that stage; 0: not offered */
     _Atomic uint32_t jobs;       /* jobs that may still touch it */
     _Atomic uint32_t operations; /* operations in flight on it */
     _Atomic bool paused;         /* nothing new is posted while its keys are replaced */
@@ -63,6 +67,7 @@ struct memory {
     uint32_t rail_count;
     struct range_table ranges;
     _Atomic uint64_t next_key;
+    struct cuda *cuda;
 };
 
 bool memory_open(struct memory *memory, uint32_t capacity, uint32_t rail_count, uint64_t seed);

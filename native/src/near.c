@@ -63,8 +63,10 @@ static struct ekv_engine *registry_find(uint64_t incarnation)
     return engine;
 }
 
-/* With the target's region table read-locked. */
-static int near_allowed(const struct memory *memory, const struct piece *piece, uint32_t access)
+/* With the target's region table read-locked. device: of GPU memory among it, else as it
+ * was. */
+static int near_allowed(const struct memory *memory, const struct piece *piece, uint32_t access,
+                        int *device)
 {
     uint64_t address = piece->remote;
     uint64_t left = piece->length;
@@ -77,6 +79,8 @@ static int near_allowed(const struct memory *memory, const struct piece *piece, 
             return EKV_EREMOTEREGION;
         if (!(memory->regions[range->slot].access & access))
             return EKV_EACCESS;
+        if (memory->regions[range->slot].kind == EKV_MEMORY_CUDA)
+            *device = memory->regions[range->slot].device;
         held = range->end - address;
         if (held > left)
             held = left;
@@ -86,10 +90,34 @@ static int near_allowed(const struct memory *memory, const struct piece *piece, 
     return EKV_OK;
 }
 
-int near_copy(const struct job *job, const struct piece *piece)
+/* The GPU of a job's own memory at an address, or -1; the job keeps its regions alive. */
+static int near_device(const struct ekv_engine *engine, const struct job *job, uint64_t address)
+{
+    for (uint32_t i = 0; i < job->region_count; i++) {
+        const struct region *region = &engine->memory.regions[job->regions[i]];
+
+        if (region->kind == EKV_MEMORY_CUDA && address >= region->begin && address < region->end)
+            return region->device;
+    }
+    return -1;
+}
+
+/* The two may overlap when an engine writes to itself; the driver's copies may not. */
+static int near_move(struct cuda *cuda, int device, void *to, const void *from, size_t length)
+{
+    if (device < 0) {
+        memmove(to, from, length);
+        return EKV_OK;
+    }
+    return cuda_copy(cuda, device, to, from, length) == 0 ? EKV_OK : EKV_EPROVIDER;
+}
+
+int near_copy(struct ekv_engine *engine, const struct job *job, const struct piece *piece)
 {
     void *local = (void *)(uintptr_t)piece->local;
     void *remote = (void *)(uintptr_t)piece->remote;
+    int own = near_device(engine, job, piece->local);
+    int device = own;
     struct ekv_engine *target;
     int code = EKV_EPEER;
 
@@ -99,12 +127,17 @@ int near_copy(const struct job *job, const struct piece *piece)
         pthread_rwlock_rdlock(&target->memory.lock);
         code = near_allowed(&target->memory, piece,
                             job->operation == EKV_WRITE ? EKV_ACCESS_REMOTE_WRITE
-                                                        : EKV_ACCESS_REMOTE_READ);
-        /* The two may overlap when an engine writes to itself. */
+                                                        : EKV_ACCESS_REMOTE_READ,
+                            &device);
+        /* Whoever registered the device has brought it into use. */
+        if (own >= 0)
+            device = own;
         if (code == EKV_OK && job->operation == EKV_WRITE)
-            memmove(remote, local, piece->length);
+            code = near_move(own >= 0 ? &engine->cuda : &target->cuda, device, remote, local,
+                             piece->length);
         else if (code == EKV_OK)
-            memmove(local, remote, piece->length);
+            code = near_move(own >= 0 ? &engine->cuda : &target->cuda, device, local, remote,
+                             piece->length);
         pthread_rwlock_unlock(&target->memory.lock);
     }
     pthread_rwlock_unlock(&registry_lock);

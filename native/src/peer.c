@@ -247,6 +247,8 @@ static struct remote_region *remote_region_make(const struct peer *peer, uint64_
     for (size_t i = 0; i < key_count; i++)
         if (keys[i].nic == EKV_KEY_NEAR)
             region->near_key = keys[i].key;
+        else if (keys[i].nic == EKV_KEY_STAGED)
+            region->stage_key = keys[i].key;
     return region;
 }
 

@@ -56,8 +56,9 @@ struct remote_region {
     uint64_t id;
     uint64_t begin;
     uint64_t end;
-    uint64_t told;     /* the peer's region_tells when these keys came */
-    uint64_t near_key; /* for the short way between processes; 0: the owner offers none */
+    uint64_t told;      /* the peer's region_tells when these keys came */
+    uint64_t near_key;  /* for the short way between processes; 0: the owner offers none */
+    uint64_t stage_key; /* for messages that its owner copies; 0: it copies none */
     struct remote_key *keys;
     uint32_t *first_key; /* per NIC, with one more at the end */
     uint32_t *nics;      /* those with a key, as first named: the peer's nearest first */

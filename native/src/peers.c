@@ -264,7 +264,8 @@ static int remote_keys_check(const struct peer *peer, uint64_t length, const ekv
                              size_t count, ekv_error *error)
 {
     for (size_t i = 0; i < count; i++)
-        if ((keys[i].nic >= peer->nic_count && keys[i].nic != EKV_KEY_NEAR) ||
+        if ((keys[i].nic >= peer->nic_count && keys[i].nic != EKV_KEY_NEAR &&
+             keys[i].nic != EKV_KEY_STAGED) ||
             keys[i].offset_bytes >= length || keys[i].length_bytes > length - keys[i].offset_bytes)
             return error_set(error, EKV_EINVAL, 0, "ekv_peer_region_add",
                              "key %zu (NIC %u, offset %llu, %llu bytes) does not fit a region of "

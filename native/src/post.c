@@ -8,10 +8,9 @@
 #include <rdma/fi_errno.h>
 #include <string.h>
 
-#include "choice.h"
 #include "clock.h"
-#include "engine.h"
 #include "near_process.h"
+#include "post.h"
 #include "stripe.h"
 
 #define POST_TURN_STRIPES 16u
@@ -19,26 +18,6 @@
 #define POST_NEAR_TURN_BYTES (UINT64_C(256) << 10)
 /* A provider that takes nothing at all for a peer for this long cannot reach it. */
 #define POST_UNREACHABLE_NS (3 * NS_PER_SECOND)
-
-/* One stripe on its way to the provider. */
-struct aim {
-    struct rail *rail;
-    uint32_t nic;
-    fi_addr_t address;
-    struct region *region;
-    const struct remote_region *remote;
-    void *descriptor;
-    uint64_t remote_address;
-    uint64_t key;
-    struct piece piece;
-};
-
-enum turn {
-    TURN_POSTED,
-    TURN_AGAIN,   /* this rail is full for this peer in this round; another may not be */
-    TURN_BLOCKED, /* nothing can be posted in this round */
-    TURN_OVER     /* nothing is left to post at this stage */
-};
 
 bool group_path(struct peer *peer, struct rail *rail, uint32_t nic, fi_addr_t *address)
 {
@@ -183,8 +162,8 @@ static enum turn operation_refused(struct group *group, struct job *job, struct 
 }
 
 /* What came of handing an operation to the provider. */
-static enum turn operation_posted(struct group *group, struct job *job, const struct aim *aim,
-                                  struct operation *operation, ssize_t answer)
+enum turn operation_posted(struct group *group, struct job *job, const struct aim *aim,
+                           struct operation *operation, ssize_t answer)
 {
     struct rail *rail = aim->rail;
     struct peer_rail *side = &job->peer->rails[rail->index];
@@ -194,6 +173,9 @@ static enum turn operation_posted(struct group *group, struct job *job, const st
         operation_begin(rail, operation);
         side->again_ns = 0;
         job->unsettled++;
+        if (job->rails && operation->kind != OPERATION_NOTICE &&
+            job->rails[rail->index].operations++ == 0)
+            job->rails[rail->index].begun_ns = atomic_load(&group->turned_ns);
         if (!job->first_posted) {
             job->first_posted = true;
             trace_job(group->engine, EKV_TRACE_FIRST_POST, job, rail->index);
@@ -218,8 +200,8 @@ static enum turn operation_posted(struct group *group, struct job *job, const st
     return TURN_OVER;
 }
 
-static struct operation *aim_operation(struct job *job, const struct aim *aim,
-                                       enum operation_kind kind, uint64_t now_ns)
+struct operation *aim_operation(struct job *job, const struct aim *aim, enum operation_kind kind,
+                                uint64_t now_ns)
 {
     struct operation *operation = inflight_take(&aim->rail->inflight, now_ns);
 
@@ -233,11 +215,41 @@ static struct operation *aim_operation(struct job *job, const struct aim *aim,
     return operation;
 }
 
+/* Posts (the first part of) a stripe and shortens aim->piece to what went. */
+static enum turn aim_post(struct group *group, struct job *job, struct aim *aim, uint32_t attempts,
+                          uint64_t now_ns)
+{
+    struct operation *operation;
+    enum turn turn = aim_choose(group, job, now_ns, aim);
+
+    if (turn != TURN_POSTED)
+        return turn;
+    aim_cut(aim);
+    if (!group_path(job->peer, aim->rail, aim->nic, &aim->address))
+        return TURN_BLOCKED;
+    operation = aim_operation(job, aim, OPERATION_DATA, now_ns);
+    if (!operation)
+        return TURN_BLOCKED;
+    if (!region_enter(aim->region)) {
+        inflight_give(&aim->rail->inflight, operation, 0);
+        return TURN_BLOCKED;
+    }
+    operation->is_read = job->operation == EKV_READ;
+    operation->region = aim->region;
+    operation->piece = aim->piece;
+    operation->attempts = attempts;
+    turn = operation_posted(group, job, aim, operation,
+                            rail_post_data(aim->rail, operation, aim->descriptor, aim->address,
+                                           aim->remote_address, aim->key));
+    if (turn != TURN_POSTED)
+        region_leave(aim->region);
+    return turn;
+}
+
 /* With job->lock and, for reading, the peer's lock held. */
 static enum turn job_post_stripe(struct group *group, struct job *job, uint64_t now_ns)
 {
     struct retry *retry = job->retry_count ? &job->retries[job->retry_count - 1] : NULL;
-    struct operation *operation;
     struct aim aim;
     enum turn turn;
     int code;
@@ -258,30 +270,11 @@ static enum turn job_post_stripe(struct group *group, struct job *job, uint64_t 
                                        : "the peer's region went away");
         return TURN_OVER;
     }
-    turn = aim_choose(group, job, now_ns, &aim);
+    turn = aim_is_staged(&aim)
+               ? aim_post_staged(group, job, &aim, retry ? retry->attempts : 0, now_ns)
+               : aim_post(group, job, &aim, retry ? retry->attempts : 0, now_ns);
     if (turn != TURN_POSTED)
         return turn;
-    aim_cut(&aim);
-    if (!group_path(job->peer, aim.rail, aim.nic, &aim.address))
-        return TURN_BLOCKED;
-    operation = aim_operation(job, &aim, OPERATION_DATA, now_ns);
-    if (!operation)
-        return TURN_BLOCKED;
-    if (!region_enter(aim.region)) {
-        inflight_give(&aim.rail->inflight, operation, 0);
-        return TURN_BLOCKED;
-    }
-    operation->is_read = job->operation == EKV_READ;
-    operation->region = aim.region;
-    operation->piece = aim.piece;
-    operation->attempts = retry ? retry->attempts : 0;
-    turn = operation_posted(group, job, &aim, operation,
-                            rail_post_data(aim.rail, operation, aim.descriptor, aim.address,
-                                           aim.remote_address, aim.key));
-    if (turn != TURN_POSTED) {
-        region_leave(aim.region);
-        return turn;
-    }
     atomic_store_explicit(&job->descriptors, atomic_load(&job->descriptors) + 1,
                           memory_order_relaxed);
     if (!retry) {
@@ -390,7 +383,7 @@ static enum turn job_copy_near(struct group *group, struct job *job)
             job->plan_over = true;
             return TURN_OVER;
         }
-        code = near_copy(job, &piece);
+        code = near_copy(group->engine, job, &piece);
         if (code != EKV_OK) {
             job_fail(job, code, 0, "the engine of this process refused the copy");
             return TURN_OVER;

@@ -180,18 +180,21 @@ static int rail_open_slots(struct rail *rail, ekv_error *error)
     rail->unposted = calloc(rail->receive_count, sizeof(struct operation *));
     if (!rail->unposted)
         return error_set(error, EKV_ENOMEM, 0, "rail_open", "out of memory");
-    answer = rail_register(rail, rail->messages, bytes, FI_SEND | FI_RECV | FI_READ | FI_WRITE,
-                           UINT64_C(1) << 62 | rail->index, &rail->messages_mr);
+    answer = rail_register(
+        rail, &(struct rail_memory){.address = room, .length = bytes, .device = -1, .dmabuf = -1},
+        FI_SEND | FI_RECV | FI_READ | FI_WRITE, UINT64_C(1) << 62 | rail->index,
+        &rail->messages_mr);
     if (answer != 0)
         return rail_fail(rail, error, answer, "fi_mr_reg");
     rail->messages_descriptor = fi_mr_desc(rail->messages_mr);
+    rail->receive_bytes = sizeof *rail->messages;
+    rail->receive_descriptor = rail->messages_descriptor;
     for (uint32_t i = 0; i < rail->receive_count; i++) {
         struct operation *operation = inflight_take(&rail->inflight, 0);
 
         operation->kind = OPERATION_RECEIVE;
         rail->unposted[rail->unposted_count++] = operation;
     }
-    rail_post_receives(rail);
     return EKV_OK;
 }
 
@@ -214,6 +217,10 @@ int rail_open(struct rail *rail, const struct fabric *library, struct log *log,
         code = rail_read_address(rail, &rail->nic, error);
     if (code == EKV_OK)
         code = rail_open_slots(rail, error);
+    if (code == EKV_OK && options->cuda)
+        code = stage_open(rail, options->cuda, error);
+    if (code == EKV_OK)
+        rail_post_receives(rail);
     if (code != EKV_OK) {
         rail_close(rail);
         return code;
@@ -241,6 +248,11 @@ static void fid_close(struct fid *fid)
 
 /* Process-wide, since that is how far the provider's pointers reach. */
 static pthread_rwlock_t guard = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
+
+bool rail_stages(const struct rail *rail)
+{
+    return !(rail->nic.flags & EKV_NIC_DEVICE_MEMORY) && strncmp(rail->nic.provider, "efa", 3) != 0;
+}
 
 bool rail_is_guarded(const struct rail *rail)
 {
@@ -311,6 +323,7 @@ int rail_reopen(struct rail *rail, ekv_nic *nic, ekv_error *error)
     }
     /* The old endpoint has given up its receives with everything else. */
     rail->unposted_count = 0;
+    stage_reset(rail);
     for (size_t i = 0; i < rail->inflight.count; i++)
         if (rail->inflight.slots[i].kind == OPERATION_RECEIVE)
             rail->unposted[rail->unposted_count++] = &rail->inflight.slots[i];
@@ -321,6 +334,7 @@ int rail_reopen(struct rail *rail, ekv_nic *nic, ekv_error *error)
 void rail_close(struct rail *rail)
 {
     rail_close_endpoint(rail);
+    stage_close(rail);
     fid_close(rail->messages_mr ? &rail->messages_mr->fid : NULL);
     rail_close_queues(rail);
     fid_close(rail->domain ? &rail->domain->fid : NULL);
@@ -340,8 +354,53 @@ void rail_close(struct rail *rail)
     rail->info = NULL;
 }
 
-int rail_register(struct rail *rail, void *address, size_t length, uint64_t access, uint64_t key,
-                  struct fid_mr **mr)
+/* From libfabric 1.20 on (fi_mr(3)); the headers built against may be older. */
+#define RAIL_DMABUF_VERSION FI_VERSION(1, 20)
+#define RAIL_MR_DMABUF (UINT64_C(1) << 40)
+
+struct rail_dmabuf {
+    int fd;
+    uint64_t offset;
+    size_t length;
+    void *base;
+};
+
+/* The struct grows with libfabric versions newer than the headers. */
+union registration_entry {
+    struct fi_mr_attr entry;
+    uint8_t room[256];
+};
+
+static int rail_register_device(struct rail *rail, const struct rail_memory *memory,
+                                uint64_t access, uint64_t key, struct fid_mr **mr)
+{
+    struct iovec range = {.iov_base = memory->address, .iov_len = memory->length};
+    struct rail_dmabuf dmabuf = {.fd = memory->dmabuf,
+                                 .offset =
+                                     (uint64_t)(uintptr_t)memory->address - memory->dmabuf_base,
+                                 .length = memory->length,
+                                 .base = (void *)(uintptr_t)memory->dmabuf_base};
+    union registration_entry attributes;
+    int answer = -FI_ENOSYS;
+
+    memset(&attributes, 0, sizeof attributes);
+    attributes.entry.iov_count = 1;
+    attributes.entry.access = access;
+    attributes.entry.requested_key = key;
+    attributes.entry.iface = FI_HMEM_CUDA;
+    attributes.entry.device.cuda = memory->device;
+    if (memory->dmabuf >= 0 && FI_VERSION_GE(rail->library->running_version, RAIL_DMABUF_VERSION)) {
+        attributes.entry.mr_iov = (const void *)&dmabuf;
+        answer = fi_mr_regattr(rail->domain, &attributes.entry, RAIL_MR_DMABUF, mr);
+    }
+    if (answer == 0)
+        return 0;
+    attributes.entry.mr_iov = &range;
+    return fi_mr_regattr(rail->domain, &attributes.entry, 0, mr);
+}
+
+int rail_register(struct rail *rail, const struct rail_memory *memory, uint64_t access,
+                  uint64_t key, struct fid_mr **mr)
 {
     uint64_t mode = (uint64_t)rail->info->domain_attr->mr_mode;
     int answer;
@@ -350,7 +409,11 @@ int rail_register(struct rail *rail, void *address, size_t length, uint64_t acce
         key = 0;
     else if (rail->info->domain_attr->mr_key_size < sizeof key)
         key &= (UINT64_C(1) << (8 * rail->info->domain_attr->mr_key_size)) - 1;
-    answer = fi_mr_reg(rail->domain, address, length, access, 0, key, 0, mr, NULL);
+    if (memory->device >= 0)
+        answer = rail_register_device(rail, memory, access, key, mr);
+    else
+        answer =
+            fi_mr_reg(rail->domain, memory->address, memory->length, access, 0, key, 0, mr, NULL);
     if (answer == 0 && (mode & FI_MR_ENDPOINT)) {
         answer = fi_mr_bind(*mr, &rail->endpoint->fid, 0);
         if (answer == 0)

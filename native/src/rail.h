@@ -21,6 +21,7 @@
 #include "inflight.h"
 #include "log.h"
 #include "near_process.h"
+#include "staging.h"
 #include "topology.h"
 
 /* Written by one thread, read by any. */
@@ -50,6 +51,8 @@ struct rail_counters {
     counter progress_wakeups;
     counter operations_near;
     counter bytes_near;
+    counter operations_staged;
+    counter bytes_staged;
     counter near_refused[NEAR_REFUSALS]; /* on the first rail; written by any thread */
 };
 
@@ -95,6 +98,9 @@ struct rail {
     struct operation **unposted; /* receives the provider had no room for */
     uint32_t unposted_count;
     uint32_t receive_count;
+    size_t receive_bytes; /* of each, and the descriptor of where they go */
+    void *receive_descriptor;
+    struct stage *stage; /* NULL: this rail stages nothing */
 
     struct rail_address *known;
     uint32_t known_count;
@@ -108,11 +114,26 @@ struct rail {
 struct rail_options {
     uint32_t index;
     uint32_t max_in_flight; /* 0: the provider's own limit */
+    struct cuda *cuda;      /* where GPU memory is to be staged, else NULL */
+};
+
+/* Memory to register: of a GPU where device is not -1, and then through a dmabuf descriptor
+ * of the memory from dmabuf_base on where dmabuf is not -1. */
+struct rail_memory {
+    void *address;
+    size_t length;
+    int device;
+    int dmabuf;
+    uint64_t dmabuf_base;
 };
 
 /* Takes over info. On failure nothing stays open. */
 int rail_open(struct rail *rail, const struct fabric *library, struct log *log,
               struct fi_info *info, const struct rail_options *options, ekv_error *error);
+
+/* Whether it carries GPU memory in messages, where there is any: EFA reaches it, or the
+ * EFA software is too old, which is said instead. */
+bool rail_stages(const struct rail *rail);
 
 /* Held by a progress thread while it calls into a provider whose endpoints of one
  * process reach into each other's memory (shm); closing one waits for all of them. */
@@ -133,8 +154,8 @@ int rail_reopen(struct rail *rail, ekv_nic *nic, ekv_error *error);
 
 const char *rail_strerror(const struct rail *rail, int code);
 
-int rail_register(struct rail *rail, void *address, size_t length, uint64_t access, uint64_t key,
-                  struct fid_mr **mr);
+int rail_register(struct rail *rail, const struct rail_memory *memory, uint64_t access,
+                  uint64_t key, struct fid_mr **mr);
 
 /* Finds or inserts an address; false: the provider refused it. */
 bool rail_address_take(struct rail *rail, const uint8_t *bytes, uint32_t length,
@@ -149,6 +170,9 @@ void rail_address_sweep(struct rail *rail);
 ssize_t rail_post_data(struct rail *rail, struct operation *operation, void *descriptor,
                        fi_addr_t to, uint64_t remote_address, uint64_t key);
 ssize_t rail_post_message(struct rail *rail, struct operation *operation, fi_addr_t to);
+/* Completes once the buffer is free again: whoever gets it answers. */
+ssize_t rail_post_buffer(struct rail *rail, struct operation *operation, const void *buffer,
+                         size_t length, void *descriptor, fi_addr_t to);
 ssize_t rail_post_flush(struct rail *rail, struct operation *operation, fi_addr_t to,
                         uint64_t remote_address, uint64_t key);
 

@@ -46,16 +46,29 @@ ssize_t rail_post_data(struct rail *rail, struct operation *operation, void *des
     return fi_writemsg(rail->endpoint, &message, rail_flags(rail));
 }
 
-ssize_t rail_post_message(struct rail *rail, struct operation *operation, fi_addr_t to)
+static ssize_t rail_send(struct rail *rail, struct operation *operation, const void *buffer,
+                         size_t length, void *descriptor, fi_addr_t to, uint64_t flags)
 {
-    struct iovec local = {.iov_base = operation->message, .iov_len = sizeof *operation->message};
+    struct iovec local = {.iov_base = (void *)(uintptr_t)buffer, .iov_len = length};
     struct fi_msg message = {.msg_iov = &local,
-                             .desc = &rail->messages_descriptor,
+                             .desc = &descriptor,
                              .iov_count = 1,
                              .addr = to,
                              .context = &operation->context};
 
-    return fi_sendmsg(rail->endpoint, &message, rail_flags(rail));
+    return fi_sendmsg(rail->endpoint, &message, flags);
+}
+
+ssize_t rail_post_message(struct rail *rail, struct operation *operation, fi_addr_t to)
+{
+    return rail_send(rail, operation, operation->message, sizeof *operation->message,
+                     rail->messages_descriptor, to, rail_flags(rail));
+}
+
+ssize_t rail_post_buffer(struct rail *rail, struct operation *operation, const void *buffer,
+                         size_t length, void *descriptor, fi_addr_t to)
+{
+    return rail_send(rail, operation, buffer, length, descriptor, to, FI_COMPLETION);
 }
 
 ssize_t rail_post_flush(struct rail *rail, struct operation *operation, fi_addr_t to,
@@ -67,8 +80,8 @@ ssize_t rail_post_flush(struct rail *rail, struct operation *operation, fi_addr_
 
 static ssize_t rail_post_receive(struct rail *rail, struct operation *operation)
 {
-    return fi_recv(rail->endpoint, operation->message, sizeof *operation->message,
-                   rail->messages_descriptor, FI_ADDR_UNSPEC, &operation->context);
+    return fi_recv(rail->endpoint, operation->message, rail->receive_bytes,
+                   rail->receive_descriptor, FI_ADDR_UNSPEC, &operation->context);
 }
 
 void rail_post_receives(struct rail *rail)

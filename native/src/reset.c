@@ -244,15 +244,6 @@ void group_check_stuck(struct group *group, uint64_t now_ns)
 
 /* ---- in the mender's and in callers' threads ------------------------------ */
 
-static struct group *rail_group(struct ekv_engine *engine, uint32_t rail)
-{
-    struct group *group = engine->groups;
-
-    while (rail >= group->rail_first + group->rail_count)
-        group++;
-    return group;
-}
-
 static int rail_reset(struct ekv_engine *engine, uint32_t index, const char *reason,
                       ekv_error *error)
 {

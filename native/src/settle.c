@@ -14,15 +14,6 @@
 /* How often one stripe is posted before its job is given up. */
 #define SETTLE_ATTEMPTS_MAX 4u
 
-/* How an operation ended: all zero for success. */
-struct outcome {
-    int code; /* ekv_code */
-    int error;
-    int provider_error;
-    bool blameless; /* the path is as good as before */
-    char text[160];
-};
-
 /* The error entry grows with libfabric versions newer than the headers. */
 union error_entry {
     struct fi_cq_err_entry entry;
@@ -39,6 +30,26 @@ void trace_job(struct ekv_engine *engine, uint32_t event, const struct job *job,
                                .status = job->status};
 
     trace_write(&engine->trace, &record);
+}
+
+/* How much of the job each rail carried, and when; with job->lock held. */
+static void trace_rails(struct ekv_engine *engine, const struct job *job)
+{
+    for (uint32_t i = 0; job->rails && i < engine->rail_count; i++) {
+        const struct job_rail *part = &job->rails[i];
+        ekv_trace_record record = {.event = EKV_TRACE_RAIL_MOVED,
+                                   .time_ns = part->ended_ns,
+                                   .job = job->id,
+                                   .user_data = job->user_data,
+                                   .bytes = part->bytes,
+                                   .rail = i,
+                                   .status = job->status,
+                                   .begun_ns = part->begun_ns,
+                                   .operations = part->operations};
+
+        if (part->operations > 0)
+            trace_write(&engine->trace, &record);
+    }
 }
 
 bool job_advance(struct group *group, struct job *job)
@@ -58,6 +69,7 @@ bool job_advance(struct group *group, struct job *job)
         for (uint32_t i = 0; i < job->flush_count; i++)
             if (!job->flushes[i].posted)
                 return false;
+        trace_rails(group->engine, job);
         trace_job(group->engine, EKV_TRACE_LANDED, job, 0);
         if (job->flags & EKV_JOB_NOTICE) {
             job->stage = JOB_NOTIFYING;
@@ -69,6 +81,7 @@ bool job_advance(struct group *group, struct job *job)
         return false;
     if (job->status != EKV_OK) {
         job->notice_status = job->flags & EKV_JOB_NOTICE ? job->status : EKV_EBUSY;
+        trace_rails(group->engine, job);
         trace_job(group->engine, EKV_TRACE_FAILED, job, 0);
     }
     job->stage = JOB_SETTLED;
@@ -120,7 +133,7 @@ bool job_has_detour(struct group *group, const struct job *job, uint64_t now_ns)
 
 /* With job->lock held. */
 static void job_take_success(struct group *group, struct rail *rail, struct job *job,
-                             const struct operation *operation)
+                             const struct operation *operation, uint64_t now_ns)
 {
     uint64_t bytes = operation->piece.length;
 
@@ -133,12 +146,24 @@ static void job_take_success(struct group *group, struct rail *rail, struct job 
     }
     if (operation->kind == OPERATION_FLUSH)
         return;
+    if (job->rails) {
+        job->rails[rail->index].bytes += bytes;
+        job->rails[rail->index].ended_ns = now_ns;
+    }
     atomic_store(&job->bytes, atomic_load(&job->bytes) + bytes);
     counter_add(operation->is_read ? &rail->counters.bytes_read : &rail->counters.bytes_written,
                 bytes);
-    if (!operation->is_read && !(rail->nic.flags & EKV_NIC_DELIVERY_COMPLETE) &&
+    if (operation->kind == OPERATION_DATA && !operation->is_read &&
+        !(rail->nic.flags & EKV_NIC_DELIVERY_COMPLETE) &&
         !job_flush_note(job, rail->index, operation->nic, operation->piece.remote))
         job_fail(job, EKV_ENOMEM, 0, "out of memory");
+}
+
+/* Whether it carries a stripe. */
+static bool operation_moves(const struct operation *operation)
+{
+    return operation->kind == OPERATION_DATA || operation->kind == OPERATION_PUT ||
+           operation->kind == OPERATION_GET;
 }
 
 /* With job->lock held. */
@@ -162,9 +187,15 @@ static void job_take_failure(struct group *group, struct rail *rail, struct job 
     }
     /* Where an error proves nothing, the first copy may land after the second, in memory
      * that has another owner by then. */
-    if (operation->kind == OPERATION_DATA && !operation->is_read && !fenced)
+    if (outcome->code == EKV_EBUSY) { /* the peer had no room, and has done nothing */
+        if (job->status == EKV_OK && !job_retry_put(job, &operation->piece, operation->attempts))
+            job_fail(job, EKV_ENOMEM, 0, "out of memory");
+        group_activate(group, job);
+        return;
+    }
+    if (operation_moves(operation) && !operation->is_read && !fenced)
         job->stray |= outcome->code != EKV_EACCESS;
-    if (operation->kind == OPERATION_DATA && again && (fenced || operation->is_read) &&
+    if (operation_moves(operation) && again && (fenced || operation->is_read) &&
         job_retry_put(job, &operation->piece, operation->attempts + 1)) {
         counter_add(&rail->counters.operations_resent, 1);
         group_activate(group, job);
@@ -173,14 +204,15 @@ static void job_take_failure(struct group *group, struct rail *rail, struct job 
     job_fail(job, outcome->code, outcome->error, outcome->text);
 }
 
-static void operation_settle(struct group *group, struct rail *rail, struct operation *operation,
-                             const struct outcome *outcome, uint64_t now_ns)
+void operation_settle(struct group *group, struct rail *rail, struct operation *operation,
+                      const struct outcome *outcome, uint64_t now_ns)
 {
     struct operation ended = *operation;
     struct peer_rail *side = &ended.peer->rails[rail->index];
     struct path *path = &side->paths[ended.nic];
     bool over = false;
 
+    stage_settle(rail, operation);
     assert(side->in_flight > 0 && rail->in_flight > 0);
     side->in_flight--;
     side->settled_ns = now_ns;
@@ -206,11 +238,15 @@ static void operation_settle(struct group *group, struct rail *rail, struct oper
         warm_settle(ended.warm, outcome->code);
         return;
     }
+    if (ended.kind == OPERATION_ANSWER) {
+        atomic_fetch_sub(&ended.peer->jobs, 1);
+        return;
+    }
     pthread_mutex_lock(&ended.job->lock);
     assert(ended.job->unsettled > 0);
     ended.job->unsettled--;
     if (outcome->code == EKV_OK)
-        job_take_success(group, rail, ended.job, &ended);
+        job_take_success(group, rail, ended.job, &ended, now_ns);
     else
         job_take_failure(group, rail, ended.job, &ended, outcome, now_ns);
     over = job_advance(group, ended.job);
@@ -220,11 +256,14 @@ static void operation_settle(struct group *group, struct rail *rail, struct oper
 }
 
 static void message_received(struct group *group, struct rail *rail, struct operation *operation,
-                             size_t length)
+                             size_t length, uint64_t now_ns)
 {
     ekv_notice notice;
-    uint16_t kind = notice_decode(operation->message, length, &notice);
+    uint16_t kind;
 
+    if (stage_receive(group, rail, operation, length, now_ns))
+        return;
+    kind = notice_decode(operation->message, length, &notice);
     if (kind == NOTICE_KIND_JOB)
         engine_receive_notice(group->engine, rail, &notice);
     else if (kind == 0)
@@ -277,7 +316,9 @@ static void rail_take_completions(struct group *group, struct rail *rail,
         if (!operation)
             counter_add(&rail->counters.stray_completions, 1);
         else if (operation->kind == OPERATION_RECEIVE)
-            message_received(group, rail, operation, entries[i].len);
+            message_received(group, rail, operation, entries[i].len, now_ns);
+        else if (operation->kind == OPERATION_PUT || operation->kind == OPERATION_GET)
+            stage_sent(group, rail, operation, now_ns);
         else
             operation_settle(group, rail, operation, &success, now_ns);
     }

@@ -236,6 +236,10 @@ static void job_fill(struct submission *submission)
 
     job->operation = options->operation;
     job->flags = options->flags;
+    if (!job->rails)
+        job->rails = calloc(submission->engine->rail_count, sizeof *job->rails);
+    else
+        memset(job->rails, 0, submission->engine->rail_count * sizeof *job->rails);
     job->near = submission->engine->near && submission->peer->same_process;
     job->neighbour = submission->peer->neighbour && job_is_in_host_memory(submission);
     job->peer = submission->peer;

@@ -139,7 +139,7 @@ static void test_refusals(void)
     duo.peer++;
     CHECK_INT(submit_at(&duo, 0, 0, 1, 1, &job, &error), EKV_ESTALE);
     duo.peer--;
-    CHECK_INT(ekv_region_add(duo.left, &memory, &region, &error), EKV_ENOTSUP);
+    CHECK_INT(ekv_region_add(duo.left, &memory, &region, &error), EKV_EREGISTER);
     CHECK_INT(ekv_job_result(duo.left, 12345, &result), EKV_ESTALE);
     CHECK_INT(ekv_job_result(duo.left, duo.peer, &result), EKV_ESTALE);
     CHECK_INT(ekv_job_cancel(duo.left, 0), EKV_ESTALE);

@@ -94,6 +94,43 @@ class FakeTensor:
         return 0x1800
 
 
+class CudaArray:
+    """What CuPy's and Numba's arrays look like from here."""
+
+    def __init__(self, shape: tuple[int, ...], strides: Any, read_only: bool = False) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": "<f4",
+            "data": (0x7000, read_only),
+            "strides": strides,
+            "version": 3,
+        }
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "address", "length_bytes"),
+    [
+        ((3, 5), None, 0x7000, 60),
+        ((3, 5), (40, 4), 0x7000, 100),
+        ((3,), (-8,), 0x7000 - 16, 20),
+        ((1, 2), (1 << 40, 4), 0x7000, 8),
+    ],
+)
+def test_arrays_in_gpu_memory(
+    shape: tuple[int, ...], strides: Any, address: int, length_bytes: int
+) -> None:
+    span = span_of(CudaArray(shape, strides))
+    assert (span.address, span.length_bytes) == (address, length_bytes)
+    assert (span.kind, span.device) == (MEMORY_CUDA, -1)
+
+
+def test_arrays_in_gpu_memory_that_cannot_be_registered() -> None:
+    with pytest.raises(RegistrationError, match="read-only"):
+        span_of(CudaArray((3,), None, read_only=True))
+    with pytest.raises(RegistrationError, match="0 bytes"):
+        span_of(CudaArray((3, 0), (4, 4)))
+
+
 def test_views_give_their_storage() -> None:
     base = np.zeros((4, 6, 8), np.float32)
     whole = span_of(base)
