@@ -11,19 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from efa_kv.config import EngineConfig
-    from efa_kv.runtime.engine import TransferEngine
+    from efa_kv.runtime.engine import TransferEngine, health, trace
     from efa_kv.runtime.job import Job
     from efa_kv.types import JobResult
 
 __version__ = "0.1.0"
 
-__all__ = ["EngineConfig", "Job", "JobResult", "TransferEngine", "__version__"]
+__all__ = [
+    "EngineConfig",
+    "Job",
+    "JobResult",
+    "TransferEngine",
+    "__version__",
+    "health",
+    "trace",
+]
 
 _HOMES = {
     "EngineConfig": "efa_kv.config",
     "Job": "efa_kv.runtime.job",
     "JobResult": "efa_kv.types",
     "TransferEngine": "efa_kv.runtime.engine",
+    "health": "efa_kv.runtime.engine",
+    "trace": "efa_kv.runtime.engine",
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
@@ -159,6 +160,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     libfabric: Annotated[
         str, _about("path of libfabric, tried after a copy that is already loaded")
     ] = ""
+    cuda_library: Annotated[
+        str, _about("path of NVIDIA's driver, for GPU memory; empty is libcuda.so.1")
+    ] = ""
     secret: Annotated[
         str, _about("shared secret; encrypts and authenticates the control plane")
     ] = ""
@@ -175,6 +179,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     require_auth: Annotated[bool, _about("refuse to start without a secret")] = False
     bootstrap_port: Annotated[
         Port, _about("port of the HTTP registry that routers query; 0 starts none")
+    ] = 0
+
+    http_port: Annotated[
+        Port,
+        _about(
+            "port of the endpoint for health, metrics, state and trace; workers of one host "
+            "take the next free ones; 0 starts none"
+        ),
     ] = 0
 
     def __post_init__(self) -> None:
@@ -319,6 +331,14 @@ def _convert(values: dict[str, Any]) -> EngineConfig:
 def process_environment() -> Mapping[str, str]:
     """The variables of this process, for checks of other libraries' settings."""
     return dict(os.environ)
+
+
+def runtime_folder() -> Path:
+    """Where this user's processes leave word for each other; maybe not there yet."""
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    if given and Path(given).is_dir():
+        return Path(given) / "efa-kv"
+    return Path(tempfile.gettempdir()) / f"efa-kv-{os.getuid()}"
 
 
 def keep_crash_handlers() -> None:

@@ -33,6 +33,7 @@ LEVELS = {
     "config_mooncake": 4,
     "plan": 3,
     "wire": 3,
+    "observe": 3,
     "fabric": 3,
     "_structs": 3,
     "memory": 4,

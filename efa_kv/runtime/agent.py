@@ -191,6 +191,7 @@ class Agent:
         """The request is being computed here: asks for it wait. Say it as soon as the
         request is scheduled: a consumer may hear of the transfer before `hold` is called."""
         serving = self._handoffs.serving
+        self._engine.journal.note(request_id, "computing")
         self._call(
             lambda now: serving.run(
                 serving.table.expect(transfer_id, request_id, generation, now), now
@@ -200,6 +201,7 @@ class Agent:
     def hold(self, hold: Hold) -> None:
         """Lends the blocks of a finished prefill; ends in exactly one ``sent``."""
         serving = self._handoffs.serving
+        self._engine.journal.note(hold.request_id, "held")
         self._call(lambda now: serving.run(serving.table.hold(hold, now), now))
 
     def extend(self, hold: Hold) -> None:
@@ -271,6 +273,7 @@ class Agent:
         )
         self._pending[pull_id] = _Pending(pull.request_id, pull.generation, time.monotonic())
         self._pull_of[pull.request_id] = pull_id
+        self._engine.journal.note(pull.request_id, "asked")
         self._call(lambda now: self._handoffs.pulling.start(request, references, now))
 
     def release(
@@ -409,6 +412,7 @@ class Agent:
             return  # reported before, by the other of the two ways
         del self._pull_of[pending.request_id]
         reason = reason or pending.lost
+        self._engine.journal.note(pending.request_id, "lost" if reason else "received")
         if reason:
             report.doomed.pop(pending.request_id, None)
             report.failed[pending.request_id] = f"{reason}: {text}" if text else reason
@@ -427,6 +431,7 @@ class Agent:
 
     def _give(self, word: Given, report: Report) -> None:
         report.sent.add(word.request_id)
+        self._engine.journal.note(word.request_id, "sent")
         if not word.reason:
             self._stats.sent_requests += 1
             self._stats.sent_bytes += word.bytes

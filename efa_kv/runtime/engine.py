@@ -22,7 +22,6 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from efa_kv import fabric as fabric_module
 from efa_kv.config import EngineConfig
 from efa_kv.errors import (
     AddressError,
@@ -36,17 +35,22 @@ from efa_kv.errors import (
     TransferTimeout,
 )
 from efa_kv.fabric import Fabric, choose_protocol, unsigned
-from efa_kv.memory import ACCESS_ALL, Change
+from efa_kv.memory import ACCESS_ALL, Change, Published
+from efa_kv.observe.state import EngineState, Health
+from efa_kv.observe.trace import TraceDocument
+from efa_kv.runtime.announce import log_start
 from efa_kv.runtime.control import ControlThread, Handler
 from efa_kv.runtime.fencing import Fencing, PeerFence
 from efa_kv.runtime.greeting import Greeter, Identity, this_process
 from efa_kv.runtime.handle import SessionHandle
 from efa_kv.runtime.job import Job, inside_event_loop
 from efa_kv.runtime.lender import Lender
+from efa_kv.runtime.observer import Journal, Observer
 from efa_kv.runtime.peers import PeerTable
 from efa_kv.runtime.regions import Region, RegionBook
 from efa_kv.runtime.rendezvous import resolve_own
 from efa_kv.runtime.router import Router
+from efa_kv.runtime.status import StatusServer
 from efa_kv.types import (
     READ,
     WRITE,
@@ -57,8 +61,6 @@ from efa_kv.types import (
     RegionRecord,
     RowArray,
     Session,
-    ip_of,
-    nic_address,
 )
 from efa_kv.wire.session import SessionState
 
@@ -76,6 +78,21 @@ def _close_all() -> None:
     """Ends the threads of engines that nobody closed before the interpreter goes."""
     for engine in list(_open_engines):
         engine.close()
+
+
+def open_engines() -> list[TransferEngine]:
+    """Those of this process that are not closed."""
+    return [engine for engine in list(_open_engines) if not engine.closed]
+
+
+def health() -> dict[str, Health]:
+    """The verdict on every open engine of this process, by session. [blocks]"""
+    return {engine.session: engine.health() for engine in open_engines()}
+
+
+def trace() -> list[TraceDocument]:
+    """The traces of all open engines of this process. [blocks]"""
+    return [engine.trace() for engine in open_engines()]
 
 
 Attempt = Callable[[int, float, bool, int], int]
@@ -154,13 +171,18 @@ class TransferEngine:
             self.control.add_handler(Lender(self.control, self._book, self.config.scratch_bytes))
             self._fencing = Fencing(self.control, self._book.fence, self.config.handshake_timeout_s)
             self.control.add_handler(self._fencing)
+            self.journal = Journal()
+            self.observer = Observer(self)
+            self._status: StatusServer | None = None
+            if self.config.http_port:
+                self._status = StatusServer(self, host, self.config.http_port)
             undo.pop_all()
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()
         self._started = False
         self._closed = False
         _open_engines.add(self)
-        self._log_start(authenticated=secret is not None)
+        log_start(self, authenticated=secret is not None)
 
     # ---- set-up -----------------------------------------------------------------------
 
@@ -178,6 +200,21 @@ class TransferEngine:
     def regions_epoch(self) -> int:
         """How often the registered memory or its keys changed; grows with every change."""
         return self._book.published.epoch
+
+    @property
+    def published(self) -> Published:
+        """The registered memory as peers are told of it."""
+        return self._book.published
+
+    @property
+    def status_url(self) -> str | None:
+        """The HTTP endpoint, "http://host:port", if there is one."""
+        return None if self._status is None else self._status.url
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def protocol(self) -> str:
@@ -234,6 +271,8 @@ class TransferEngine:
             self._closed = True
         if os.getpid() != self.identity.process.pid:
             return  # the parent's threads and devices are not ours to close
+        if self._status is not None:
+            self._status.close()
         self.control.stop(_STOP_TIMEOUT_S)
         try:
             left = self.fabric.close(_SETTLE_TIMEOUT_S)
@@ -384,6 +423,21 @@ class TransferEngine:
         """What each network device did since the engine opened."""
         return self.fabric.counters()
 
+    def state(self) -> EngineState:
+        """How the engine, its devices and its peers stand. [blocks]"""
+        self._check_usable()
+        return self.observer.state()
+
+    def health(self) -> Health:
+        """Whether it lives and is ready, and why not. [blocks]"""
+        self._check_usable()
+        return self.observer.health()
+
+    def trace(self) -> TraceDocument:
+        """What is remembered of its transfers and requests. [blocks]"""
+        self._check_usable()
+        return self.observer.trace()
+
     # ---- inside -----------------------------------------------------------------------
 
     def _move(
@@ -499,45 +553,3 @@ class TransferEngine:
         self._check_usable()
         if self._started:
             raise LocalProtocolError("The engine has started; this belongs before its start.")
-
-    def _log_start(self, *, authenticated: bool) -> None:
-        _log.info(
-            "engine %s: protocol %s (asked for %s), libfabric %s",
-            self.session,
-            self.protocol,
-            self.config.protocol,
-            fabric_module.library_version(self.config),
-        )
-        for nic in self.rails:
-            _log.info(
-                "rail %s: provider %s, fabric %s, queue depth %d of %d, completion queue %d, "
-                "%g Gbit/s, NUMA node %d",
-                nic_address(self.session, nic.name),
-                nic.provider,
-                nic.fabric,
-                nic.queue_depth,
-                nic.provider_queue_depth,
-                nic.completion_queue_size,
-                nic.speed_bits_per_second / 1e9,
-                nic.numa_node,
-            )
-        for warning in start_warnings(self.session, self.protocol, authenticated=authenticated):
-            _log.warning("engine %s %s", self.session, warning)
-
-
-def start_warnings(session: str, protocol: str, *, authenticated: bool) -> list[str]:
-    """What whoever starts an engine should know of the address it listens on.  Pure."""
-    address = ip_of(Address.parse(session).host)
-    if address is None or not address.is_loopback:
-        if authenticated:
-            return []
-        return [
-            "listens beyond this machine without a secret: whoever reaches the port can write "
-            "registered memory. Set EFA_KV_SECRET on all servers."
-        ]
-    if not protocol.startswith("efa"):
-        return []
-    return [
-        "has an EFA network but listens on this machine only, so that no other host can greet "
-        "it. Set host (EFA_KV_HOST, or VLLM_HOST_IP) to the address that peers reach this host at."
-    ]

@@ -57,6 +57,7 @@ class Handoffs:
             layout,
             self._directory,
             outbox,
+            engine.journal,
         )
         self.pulling = Pulling(
             ConsumerTable(_consumer_limits(config, layout)),

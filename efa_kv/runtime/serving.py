@@ -15,6 +15,7 @@ from efa_kv.errors import Code, EfaKvError, FabricBusy, TransferRefused
 from efa_kv.plan import build, layout
 from efa_kv.runtime.directory import Directory
 from efa_kv.runtime.handle import SessionHandle
+from efa_kv.runtime.observer import Journal
 from efa_kv.runtime.outbox import Given, Outbox
 from efa_kv.types import WRITE, Notice, Result
 from efa_kv.wire.handoff import Reason, unpack_blocks
@@ -48,8 +49,10 @@ class Serving:
         own_layout: layout.KvLayout,
         directory: Directory,
         outbox: Outbox,
+        journal: Journal,
     ) -> None:
         self.table = table
+        self._journal = journal
         self._control = control
         self._handler = handler
         self._layout = own_layout
@@ -185,6 +188,7 @@ class Serving:
                     notice=notice,
                 )
                 self._holds_of_jobs[job] = post.hold_id
+                self._journal.note(post.hold.request_id, "job", job)
                 jobs.append(job)
         except EfaKvError as problem:
             if not jobs:

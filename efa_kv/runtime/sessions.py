@@ -23,6 +23,7 @@ from efa_kv.errors import (
     RemoteProtocolError,
 )
 from efa_kv.memory import Change
+from efa_kv.observe.state import PeerView
 from efa_kv.runtime import greeting
 from efa_kv.runtime.greeting import Greeter
 from efa_kv.runtime.handle import SessionHandle, Waiter
@@ -156,6 +157,18 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._by_address)
+
+    def view(self) -> tuple[PeerView, ...]:
+        """All sessions, for people."""
+        return tuple(
+            PeerView(
+                session=handle.session,
+                state=handle.state.value,
+                reason=handle.reason or "",
+                jobs=handle.jobs,
+            )
+            for handle in self._by_address.values()
+        )
 
     def _arm(self, handle: SessionHandle, now: float) -> None:
         """Has the machine's clock called in time."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from efa_kv.runtime.engine import start_warnings
+from efa_kv.runtime.announce import start_warnings
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""What is said when an engine starts: one line for it, one for each rail, and warnings."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from efa_kv import fabric
+from efa_kv.types import Address, ip_of, nic_address
+
+if TYPE_CHECKING:
+    from efa_kv.runtime.engine import TransferEngine
+
+_log = logging.getLogger(__name__)
+
+
+def log_start(engine: TransferEngine, *, authenticated: bool) -> None:
+    """Logs what was chosen and opened, and what to know of it. [blocks]"""
+    _log.info(
+        "engine %s: protocol %s (asked for %s), libfabric %s",
+        engine.session,
+        engine.protocol,
+        engine.config.protocol,
+        fabric.library_version(engine.config),
+    )
+    for nic in engine.rails:
+        _log.info(
+            "rail %s: provider %s, fabric %s, queue depth %d of %d, completion queue %d, "
+            "%g Gbit/s, NUMA node %d%s",
+            nic_address(engine.session, nic.name),
+            nic.provider,
+            nic.fabric,
+            nic.queue_depth,
+            nic.provider_queue_depth,
+            nic.completion_queue_size,
+            nic.speed_bits_per_second / 1e9,
+            nic.numa_node,
+            ", reaches GPU memory" if nic.reaches_gpus else "",
+        )
+    for warning in start_warnings(engine.session, engine.protocol, authenticated=authenticated):
+        _log.warning("engine %s %s", engine.session, warning)
+
+
+def start_warnings(session: str, protocol: str, *, authenticated: bool) -> list[str]:
+    """What whoever starts an engine should know of the address it listens on.  Pure."""
+    address = ip_of(Address.parse(session).host)
+    if address is None or not address.is_loopback:
+        if authenticated:
+            return []
+        return [
+            "listens beyond this machine without a secret: whoever reaches the port can write "
+            "registered memory. Set EFA_KV_SECRET on all servers."
+        ]
+    if not protocol.startswith("efa"):
+        return []
+    return [
+        "has an EFA network but listens on this machine only, so that no other host can greet "
+        "it. Set host (EFA_KV_HOST, or VLLM_HOST_IP) to the address that peers reach this host at."
+    ]
