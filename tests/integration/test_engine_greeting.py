@@ -398,7 +398,8 @@ def test_the_start_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "efa_kv")
     with TransferEngine(_config(max_in_flight=7)) as engine:
         (nic,) = engine.rails
-        (line,) = [r.message for r in caplog.records if r.message.startswith("rail ")]
+        ours = [r.message for r in caplog.records if r.name == "efa_kv.runtime.announce"]
+        (line,) = [message for message in ours if message.startswith("rail ")]
         assert f"rail {engine.session}@{nic.name}: provider {nic.provider}" in line
         assert f"queue depth 7 of {nic.provider_queue_depth}, completion queue" in line
 
