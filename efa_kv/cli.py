@@ -29,6 +29,7 @@ TOOLS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "validate": ("efa_kv.tools.validate", "Measure the network between hosts."),
         "topology": ("efa_kv.tools.topology", "Read which instances are close to each other."),
         "nccl-log": ("efa_kv.tools.nccl_log", "Read which network NCCL really chose."),
+        "top": ("efa_kv.tools.top", "Watch the engines of this host."),
         "sim": ("efa_kv.tools.sim_command", "Run a command on simulated EFA NICs."),
     }
 )

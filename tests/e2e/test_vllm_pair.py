@@ -6,6 +6,7 @@ The router speaks Mooncake's dialect; requests in NIXL's are sent as its router 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import time
 import urllib.error
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from demo_common.model import REPOSITORY
+from demo_common.processes import ReservedPorts
 from demo_common.servers import HttpServer
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_demo.model import make_model
@@ -28,8 +30,16 @@ PROMPT = "It was the best of times, it was the worst of times. " * 5
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with Pair(make_model("llama"), "mooncake", LOGS) as started:
+def status_port() -> Iterator[int]:
+    """Of the first server's endpoint; the other one takes the next."""
+    with ReservedPorts() as ports:
+        yield ports.take()
+
+
+@pytest.fixture(scope="module")
+def pair(status_port: int) -> Iterator[Pair]:
+    extra = {"http_port": status_port}
+    with Pair(make_model("llama"), "mooncake", LOGS, extra) as started:
         yield started
 
 
@@ -92,6 +102,36 @@ def test_completion_and_chat_through_the_router(pair: Pair) -> None:
     contents = [answer["choices"][0]["message"]["content"] for _, answer in answers]
     assert contents[0] == contents[1]
     at_rest(pair)
+
+
+def endpoints(first_port: int) -> list[str]:
+    """Those at the port and at the few after it: a worker takes the next that is free."""
+    found = []
+    for port in range(first_port, first_port + 8):
+        url = f"http://127.0.0.1:{port}"
+        with contextlib.suppress(OSError):
+            if b"control thread" in page(url, "healthz"):
+                found.append(url)
+    return found
+
+
+def page(url: str, name: str) -> bytes:
+    with urllib.request.urlopen(f"{url}/{name}", timeout=TIMEOUT_S) as answer:
+        return bytes(answer.read())
+
+
+def test_both_servers_tell_that_they_are_ready(pair: Pair, status_port: int) -> None:
+    assert text_of(post(pair.router, {"prompt": PROMPT, "max_tokens": 2}))
+    found = endpoints(status_port)
+    assert len(found) == 2
+    spans = []
+    for url in found:
+        assert json.loads(page(url, "readyz"))["ready"]
+        assert b"efa_kv_written_bytes_total" in page(url, "metrics")
+        spans += json.loads(page(url, "trace"))["spans"]
+    stages = {span["stage"] for span in spans if not span["request"].startswith("job ")}
+    # The prefill server's, by the request's name, and the decode server's.
+    assert {"compute", "wait", "queue", "move", "land", "pull"} <= stages
 
 
 def test_two_samples_through_the_router(pair: Pair) -> None:
