@@ -11,7 +11,7 @@ BIN = .venv/bin
 PYTHON_SOURCES = efa_kv connectors examples tests scripts benchmarks
 C_SOURCES = $(shell find native -name '*.[ch]' -not -path 'native/third_party/*')
 
-.PHONY: help demo sglang-demo setup-vllm setup-sglang test test-fast test-native test-e2e lint format tidy setup setup-e2e benchmarks clean distclean
+.PHONY: help demo sglang-demo setup-vllm setup-sglang test test-fast test-native test-e2e lint format tidy setup setup-browser setup-e2e benchmarks clean distclean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -23,7 +23,7 @@ demo: setup-vllm ## a prefill and a decode server move KV over the fabric; DIALE
 sglang-demo: setup-sglang ## the same with SGLang servers and SGLang's router
 	@PYTHONPATH=examples $(BIN)/python -m sglang_demo
 
-test: setup-e2e lint test-native ## every test
+test: setup-e2e setup-browser lint test-native ## every test
 	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 test-fast: setup lint ## what is quick and needs no model server, in under three minutes
@@ -62,6 +62,9 @@ setup-sglang: ## the environments for the demo with SGLang servers
 
 setup-vllm: ## the environments for the demo with vLLM servers
 	@python=$$($(SYSTEM_PYTHON)) && $$python scripts/environments.py dev vllm router
+
+setup-browser: ## a browser for the test of the report's page, where one can be installed
+	@scripts/system-browser.sh
 
 setup-e2e: setup-vllm setup-sglang ## the environments for all demos and the tests with model servers
 

@@ -30,6 +30,7 @@ TOOLS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "topology": ("efa_kv.tools.topology", "Read which instances are close to each other."),
         "nccl-log": ("efa_kv.tools.nccl_log", "Read which network NCCL really chose."),
         "top": ("efa_kv.tools.top", "Watch the engines of this host."),
+        "report": ("efa_kv.tools.report", "Make one page from results and traces."),
         "sim": ("efa_kv.tools.sim_command", "Run a command on simulated EFA NICs."),
     }
 )

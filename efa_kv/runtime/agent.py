@@ -32,6 +32,7 @@ import numpy as np
 from efa_kv.config import EngineConfig
 from efa_kv.errors import FabricBusy, LocalProtocolError, StaleHandle
 from efa_kv.plan import compat, layout
+from efa_kv.runtime.announce import warn_servers
 from efa_kv.runtime.engine import TransferEngine
 from efa_kv.runtime.handoffs import Handoffs
 from efa_kv.runtime.outbox import Asked, Ended, Given, Lost, Outbox
@@ -157,6 +158,7 @@ class Agent:
             )
             self._engine.add_handler(self._handoffs)
             self._engine.start()
+            warn_servers(self._engine)
             self._registry.serve()
         except BaseException:
             self.close()

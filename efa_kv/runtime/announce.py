@@ -37,23 +37,38 @@ def log_start(engine: TransferEngine, *, authenticated: bool) -> None:
             nic.numa_node,
             ", reaches GPU memory" if nic.reaches_gpus else "",
         )
-    for warning in start_warnings(engine.session, engine.protocol, authenticated=authenticated):
+    warning = "" if authenticated else secret_warning(engine.session)
+    if warning:
         _log.warning("engine %s %s", engine.session, warning)
 
 
-def start_warnings(session: str, protocol: str, *, authenticated: bool) -> list[str]:
-    """What whoever starts an engine should know of the address it listens on.  Pure."""
-    address = ip_of(Address.parse(session).host)
-    if address is None or not address.is_loopback:
-        if authenticated:
-            return []
-        return [
-            "listens beyond this machine without a secret: whoever reaches the port can write "
-            "registered memory. Set EFA_KV_SECRET on all servers."
-        ]
-    if not protocol.startswith("efa"):
-        return []
-    return [
+def warn_servers(engine: TransferEngine) -> None:
+    """Logs what matters to an engine whose peers are on other hosts."""
+    warning = place_warning(engine.session, engine.protocol)
+    if warning:
+        _log.warning("engine %s %s", engine.session, warning)
+
+
+def secret_warning(session: str) -> str:
+    """Of an engine without a secret: what to know of the address it listens on, or nothing."""
+    if _is_loopback(session):
+        return ""
+    return (
+        "listens beyond this machine without a secret: whoever reaches the port can write "
+        "registered memory. Set EFA_KV_SECRET on all servers."
+    )
+
+
+def place_warning(session: str, protocol: str) -> str:
+    """Of a server's engine: whether other hosts can reach it, or nothing."""
+    if not protocol.startswith("efa") or not _is_loopback(session):
+        return ""
+    return (
         "has an EFA network but listens on this machine only, so that no other host can greet "
         "it. Set host (EFA_KV_HOST, or VLLM_HOST_IP) to the address that peers reach this host at."
-    ]
+    )
+
+
+def _is_loopback(session: str) -> bool:
+    address = ip_of(Address.parse(session).host)
+    return address is not None and address.is_loopback

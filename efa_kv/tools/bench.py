@@ -18,6 +18,7 @@ from rich.table import Table
 
 from efa_kv import EngineConfig, TransferEngine
 from efa_kv.errors import ConfigError, EfaKvError
+from efa_kv.observe.trace import TraceDocument
 from efa_kv.tools import bench_flags as flags
 from efa_kv.tools import bench_memory, loopback, output
 from efa_kv.tools.bench_flags import Mode, Operation
@@ -88,8 +89,9 @@ class Sweep(Outcome, frozen=True, kw_only=True):
 # ---- measuring ------------------------------------------------------------------------
 
 
-def measure(request: Request) -> list[Outcome]:
-    """Runs the initiator, and in loopback the target beside it.
+def measure(request: Request) -> tuple[list[Outcome], TraceDocument]:
+    """Runs the initiator, and in loopback the target beside it; what it measured, and the trace
+    of its last transfers.
 
     Raises `BenchError` when it cannot start, another `EfaKvError` when a transfer failed.
     """
@@ -98,7 +100,7 @@ def measure(request: Request) -> list[Outcome]:
             initiator = _start(request, stack)
         except EfaKvError as problem:
             raise BenchError(str(problem)) from problem
-        return list(_outcomes(request, initiator))
+        return list(_outcomes(request, initiator)), initiator.engine.trace()
 
 
 def _start(request: Request, stack: contextlib.ExitStack) -> Initiator:
@@ -292,6 +294,7 @@ def command(
     sweep: flags.SweepFlag = False,
     pattern: flags.PatternFlag = Pattern.SCATTERED,
     near: flags.NearFlag = False,
+    trace_file: flags.TraceFlag = None,
     json_file: output.JsonOption = None,
 ) -> None:
     """Measure transfers between two engines, with transfer_engine_bench's flags.
@@ -330,10 +333,10 @@ def command(
         )
     except ConfigError as problem:
         output.could_not_run(str(problem))
-    run(request, json_file)
+    run(request, json_file, trace_file)
 
 
-def run(request: Request, json_file: Path | None) -> None:
+def run(request: Request, json_file: Path | None, trace_file: Path | None = None) -> None:
     """Carries a request out and leaves with the exit code for it."""
     if request.mode is Mode.TARGET:
         try:
@@ -342,7 +345,7 @@ def run(request: Request, json_file: Path | None) -> None:
             output.could_not_run(str(problem))
         return
     try:
-        outcomes = measure(request)
+        outcomes, trace = measure(request)
     except BenchError as problem:
         output.could_not_run(str(problem))
     except EfaKvError as problem:
@@ -350,5 +353,6 @@ def run(request: Request, json_file: Path | None) -> None:
         raise typer.Exit(output.EXIT_PROBLEM) from problem
     show(outcomes, request)
     output.write_json(json_file, summary(outcomes))
+    output.write_json(trace_file, trace)
     good = all(one.verified is not False for one in outcomes)
     raise typer.Exit(output.EXIT_GOOD if good else output.EXIT_PROBLEM)

@@ -1,6 +1,7 @@
 """The flags of `efa-kv bench`, a type each; what they mean together is in `efa_kv.tools.bench`."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -10,7 +11,15 @@ from efa_kv.tools.gflags import option
 
 METADATA_SERVER: Final = "P2PHANDSHAKE"
 #: Flags that transfer_engine_bench does not have; they are spelt with dashes only.
-OWN_FLAGS: Final = ("--loopback", "--verify", "--warmup", "--no-warmup", "--sweep", "--pattern")
+OWN_FLAGS: Final = (
+    "--loopback",
+    "--verify",
+    "--warmup",
+    "--no-warmup",
+    "--sweep",
+    "--pattern",
+    "--trace",
+)
 
 
 class Mode(StrEnum):
@@ -87,6 +96,10 @@ SweepFlag = Annotated[
     bool, typer.Option("--sweep", help="Go through block sizes from 4 KiB to 4 MiB.")
 ]
 PatternFlag = Annotated[Pattern, typer.Option(help="How the blocks of a job lie in memory.")]
+TraceFlag = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Also write what the last transfers did, for efa-kv report."),
+]
 NearFlag = Annotated[
     bool, typer.Option("--near/--no-near", help="Allow ways within one host without the provider.")
 ]

@@ -34,6 +34,7 @@ class RailUse(msgspec.Struct, frozen=True, kw_only=True):
     operations: int
     queue_depth: int
     in_flight_peak: int
+    speed_bits_per_second: int
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,6 +233,7 @@ class Initiator:
                 operations=new.operations_posted - old.operations_posted,
                 queue_depth=nic.queue_depth,
                 in_flight_peak=new.in_flight_peak,
+                speed_bits_per_second=nic.speed_bits_per_second,
             )
             for old, new, nic in zip(before, after, self.engine.rails, strict=True)
         ]
