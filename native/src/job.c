@@ -56,6 +56,7 @@ void jobs_close(struct jobs *jobs)
 static void job_reset(struct job *job)
 {
     job->stage = JOB_MOVING;
+    job->rests_ns = 0;
     job->plan_over = false;
     job->retry_count = 0;
     job->flush_count = 0;

@@ -82,6 +82,7 @@ struct job {
     uint32_t region_last; /* the region used last, of those in regions */
     bool first_posted;
     bool stray;             /* a write failed where that proves nothing */
+    uint64_t rests_ns;      /* nothing of it is posted before: the peer does not know us yet */
     uint32_t called_groups; /* one bit per group in whose ring it lies */
     struct job_rail *rails; /* by index; kept for the slot's next job; NULL: not counted */
     char text[160];

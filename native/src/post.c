@@ -416,6 +416,8 @@ static enum turn job_post_one(struct group *group, struct job *job, uint64_t now
 {
     if (job->status != EKV_OK || job->stage == JOB_SETTLED)
         return TURN_OVER;
+    if (now_ns < job->rests_ns)
+        return TURN_BLOCKED;
     if (now_ns >= job->deadline_ns) {
         if (job->stage != JOB_NOTIFYING)
             job_fail(job, EKV_EDEADLINE, 0, "the deadline passed");

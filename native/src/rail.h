@@ -183,6 +183,10 @@ void rail_receive_again(struct rail *rail, struct operation *operation);
 /* The code that a provider's error number stands for. */
 int rail_classify(const struct rail *rail, int error, int provider_error);
 
+/* Whether a target has not made this rail known to its own device (yet): EFA then refuses an
+ * operation before it does anything. */
+bool rail_is_unknown_there(const struct rail *rail, int provider_error);
+
 /* Reports asynchronous events of the device to the log. */
 void rail_drain_events(struct rail *rail);
 

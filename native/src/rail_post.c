@@ -121,6 +121,12 @@ static int rail_classify_efa(int provider_error)
     }
 }
 
+bool rail_is_unknown_there(const struct rail *rail, int provider_error)
+{
+    return strncmp(rail->nic.provider, "efa", 3) == 0 &&
+           (provider_error == EFA_UNKNOWN_PEER || provider_error == -EFA_UNKNOWN_PEER);
+}
+
 int rail_classify(const struct rail *rail, int error, int provider_error)
 {
     if (strncmp(rail->nic.provider, "efa", 3) == 0) {

@@ -13,6 +13,9 @@
 #define DRAIN_ROUND_BATCHES 16
 /* How often one stripe is posted before its job is given up. */
 #define SETTLE_ATTEMPTS_MAX 4u
+/* How long a target may take to make us known to its device, and how often it is tried. */
+#define SETTLE_MEETING_NS NS_PER_SECOND
+#define SETTLE_REST_NS (200 * NS_PER_US)
 
 /* The error entry grows with libfabric versions newer than the headers. */
 union error_entry {
@@ -166,6 +169,23 @@ static bool operation_moves(const struct operation *operation)
            operation->kind == OPERATION_GET;
 }
 
+/* Whether the target has refused an operation for a moment, before it did anything: it had no
+ * room for a staged message, or has yet to make us known to its device, which it does soon
+ * after both have greeted. */
+static bool job_can_wait(const struct rail *rail, struct job *job, const struct outcome *outcome,
+                         uint64_t now_ns)
+{
+    if (job->status != EKV_OK)
+        return false;
+    if (outcome->code == EKV_EBUSY)
+        return true;
+    if (!rail_is_unknown_there(rail, outcome->provider_error) ||
+        now_ns - job->submitted_ns > SETTLE_MEETING_NS)
+        return false;
+    job->rests_ns = now_ns + SETTLE_REST_NS;
+    return true;
+}
+
 /* With job->lock held. */
 static void job_take_failure(struct group *group, struct rail *rail, struct job *job,
                              const struct operation *operation, const struct outcome *outcome,
@@ -176,6 +196,13 @@ static void job_take_failure(struct group *group, struct rail *rail, struct job 
                  operation->attempts + 1 < SETTLE_ATTEMPTS_MAX &&
                  job_has_detour(group, job, now_ns);
 
+    if (operation->kind != OPERATION_FLUSH && job_can_wait(rail, job, outcome, now_ns)) {
+        if (operation_moves(operation) &&
+            !job_retry_put(job, &operation->piece, operation->attempts))
+            job_fail(job, EKV_ENOMEM, 0, "out of memory");
+        group_activate(group, job);
+        return;
+    }
     if (operation->kind == OPERATION_NOTICE) {
         if (again && !job->notice_over) {
             group_activate(group, job); /* over another path */
@@ -187,12 +214,6 @@ static void job_take_failure(struct group *group, struct rail *rail, struct job 
     }
     /* Where an error proves nothing, the first copy may land after the second, in memory
      * that has another owner by then. */
-    if (outcome->code == EKV_EBUSY) { /* the peer had no room, and has done nothing */
-        if (job->status == EKV_OK && !job_retry_put(job, &operation->piece, operation->attempts))
-            job_fail(job, EKV_ENOMEM, 0, "out of memory");
-        group_activate(group, job);
-        return;
-    }
     if (operation_moves(operation) && !operation->is_read && !fenced)
         job->stray |= outcome->code != EKV_EACCESS;
     if (operation_moves(operation) && again && (fenced || operation->is_read) &&
@@ -298,6 +319,7 @@ static void rail_take_error(struct group *group, struct rail *rail, uint64_t now
     outcome.error = error.entry.err;
     outcome.provider_error = error.entry.prov_errno;
     outcome.code = rail_classify(rail, error.entry.err, error.entry.prov_errno);
+    outcome.blameless = rail_is_unknown_there(rail, error.entry.prov_errno);
     snprintf(outcome.text, sizeof outcome.text, "%.100s (%d; provider %d)",
              words && words[0] ? words : rail_strerror(rail, error.entry.err), error.entry.err,
              error.entry.prov_errno);
