@@ -105,7 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     suspect_after_s: Annotated[Seconds, _about("silence after which a peer is suspect", "s")] = 3.0
     idle_after_s: Annotated[
         Seconds, _about("a session without other traffic stops its heartbeats after this", "s")
-    ] = 30.0
+    ] = 10.0
     forget_after_s: Annotated[Seconds, _about("a suspect peer is forgotten after this", "s")] = (
         120.0
     )

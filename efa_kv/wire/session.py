@@ -184,7 +184,7 @@ class SessionTimes(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_s: float = 5.0
     heartbeat_interval_s: float = 1.0
     suspect_after_s: float = 3.0
-    idle_after_s: float = 30.0
+    idle_after_s: float = 10.0
     forget_after_s: float = 120.0
     hello_again_s: float = 0.5
 
