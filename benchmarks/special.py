@@ -173,7 +173,7 @@ def idle(_rounds: int, _seconds: float) -> Finding:
                 engine={"protocol": protocol}, buffer_size_bytes=1 << 20, touch=False
             )
             with Target(target) as child:
-                time.sleep(1.0)  # what is left of the start
+                time.sleep(3.0)  # what is left of the start, and the first seconds of its rest
                 start = cpu_seconds(child.pid)
                 time.sleep(_IDLE_S)
                 share = (cpu_seconds(child.pid) - start) / _IDLE_S

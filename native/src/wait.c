@@ -17,7 +17,7 @@
 #define WAIT_LONGEST_SLEEP_NS (2 * NS_PER_MS)
 /* After a longer rest the first to come waits a little more, and many rails cost less. */
 #define WAIT_DORMANT_AFTER_NS (2 * NS_PER_SECOND)
-#define WAIT_DORMANT_SLEEP_NS (5 * NS_PER_MS)
+#define WAIT_DORMANT_SLEEP_NS (8 * NS_PER_MS)
 /* Deadlines are kept to this while jobs wait for a silent peer. */
 #define WAIT_LIVE_SLEEP_NS (5 * NS_PER_MS)
 /* While jobs are under way and something happened not long ago. */
