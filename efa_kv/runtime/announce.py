@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from efa_kv import fabric
-from efa_kv.types import Address, ip_of, nic_address
-
-if TYPE_CHECKING:
-    from efa_kv.runtime.engine import TransferEngine
+from efa_kv.config import EngineConfig
+from efa_kv.types import Address, Nic, ip_of, nic_address
 
 _log = logging.getLogger(__name__)
 
 
-def log_start(engine: TransferEngine, *, authenticated: bool) -> None:
+class Announced(Protocol):
+    """What is told of an engine."""
+
+    config: EngineConfig
+
+    @property
+    def session(self) -> str: ...
+    @property
+    def protocol(self) -> str: ...
+    @property
+    def rails(self) -> tuple[Nic, ...]: ...
+
+
+def log_start(engine: Announced, *, authenticated: bool) -> None:
     """Logs what was chosen and opened, and what to know of it. [blocks]"""
     _log.info(
         "engine %s: protocol %s (asked for %s), libfabric %s",
@@ -42,7 +53,7 @@ def log_start(engine: TransferEngine, *, authenticated: bool) -> None:
         _log.warning("engine %s %s", engine.session, warning)
 
 
-def warn_servers(engine: TransferEngine) -> None:
+def warn_servers(engine: Announced) -> None:
     """Logs what matters to an engine whose peers are on other hosts."""
     warning = place_warning(engine.session, engine.protocol)
     if warning:

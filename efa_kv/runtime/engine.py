@@ -44,8 +44,9 @@ from efa_kv.runtime.fencing import Fencing, PeerFence
 from efa_kv.runtime.greeting import Greeter, Identity, this_process
 from efa_kv.runtime.handle import SessionHandle
 from efa_kv.runtime.job import Job, inside_event_loop
+from efa_kv.runtime.journal import Journal
 from efa_kv.runtime.lender import Lender
-from efa_kv.runtime.observer import Journal, Observer
+from efa_kv.runtime.observer import Observer
 from efa_kv.runtime.peers import PeerTable
 from efa_kv.runtime.regions import Region, RegionBook
 from efa_kv.runtime.rendezvous import resolve_own
@@ -175,7 +176,7 @@ class TransferEngine:
             self.observer = Observer(self)
             self._status: StatusServer | None = None
             if self.config.http_port:
-                self._status = StatusServer(self, host, self.config.http_port)
+                self._status = StatusServer(self, self.observer, host, self.config.http_port)
             undo.pop_all()
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()

@@ -14,9 +14,11 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from efa_kv.errors import FabricBusy, StaleHandle
+from efa_kv.fabric import Fabric
+from efa_kv.memory import Published
 from efa_kv.observe import trace
 from efa_kv.observe.state import (
     EngineState,
@@ -26,43 +28,45 @@ from efa_kv.observe.state import (
     RailState,
     judge,
 )
-from efa_kv.observe.trace import Milestone, TraceDocument, TracedRail
-from efa_kv.types import Nic, RailCounters, TraceRecord
-
-if TYPE_CHECKING:
-    from efa_kv.runtime.engine import TransferEngine
+from efa_kv.observe.trace import TraceDocument, TracedRail
+from efa_kv.runtime.control import ControlThread
+from efa_kv.runtime.greeting import Identity
+from efa_kv.runtime.journal import Journal
+from efa_kv.types import Nic, RailCounters, Session, TraceRecord
 
 #: How long the control thread has for an answer; it is idle at most one second at a time.
 _CONTROL_ANSWER_S: Final = 2.0
 _RECORDS_MAX: Final = 32768
-_MILESTONES_MAX: Final = 8192
 _RING_STEP: Final = 4096
 _VERSION: Final = importlib.metadata.version("efa-kv")
 
 
-class Journal:
-    """Milestones of requests, the newest few thousand.  Noting one is for any thread."""
+class Observed(Protocol):
+    """The parts of an engine that are looked at."""
 
-    def __init__(self) -> None:
-        self._milestones: deque[Milestone] = deque(maxlen=_MILESTONES_MAX)
+    identity: Identity
+    fabric: Fabric
+    control: ControlThread
+    journal: Journal
 
-    def note(self, request: str, what: str, job: int = 0) -> None:
-        """What happened to a request now; see `Milestone`."""
-        self._milestones.append(Milestone(request, what, time.monotonic(), job))
-
-    def milestones(self) -> tuple[Milestone, ...]:
-        """Those that are kept, oldest first."""
-        while True:
-            try:
-                return tuple(self._milestones)
-            except RuntimeError:  # another thread noted one meanwhile
-                continue
+    @property
+    def session(self) -> Session: ...
+    @property
+    def protocol(self) -> str: ...
+    @property
+    def rails(self) -> tuple[Nic, ...]: ...
+    @property
+    def published(self) -> Published: ...
+    @property
+    def started(self) -> bool: ...
+    @property
+    def closed(self) -> bool: ...
 
 
 class Observer:
     """Looks at one engine.  Methods are for any thread but the control thread. [blocks]"""
 
-    def __init__(self, engine: TransferEngine) -> None:
+    def __init__(self, engine: Observed) -> None:
         self._engine = engine
         self._lock = threading.Lock()
         self._records: deque[TraceRecord] = deque(maxlen=_RECORDS_MAX)

@@ -15,7 +15,7 @@ from efa_kv.errors import Code, EfaKvError, FabricBusy, TransferRefused
 from efa_kv.plan import build, layout
 from efa_kv.runtime.directory import Directory
 from efa_kv.runtime.handle import SessionHandle
-from efa_kv.runtime.observer import Journal
+from efa_kv.runtime.journal import Journal
 from efa_kv.runtime.outbox import Given, Outbox
 from efa_kv.types import WRITE, Notice, Result
 from efa_kv.wire.handoff import Reason, unpack_blocks

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -30,11 +30,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from efa_kv.config import runtime_folder
 from efa_kv.errors import ConfigError, EfaKvError
-from efa_kv.metrics import EngineCollector
+from efa_kv.metrics import CountedEngine, EngineCollector
+from efa_kv.runtime.observer import Observer
 from efa_kv.types import Address
-
-if TYPE_CHECKING:
-    from efa_kv.runtime.engine import TransferEngine
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +57,9 @@ class Note(msgspec.Struct, frozen=True):
 class StatusServer:
     """Serves one engine's endpoint; raises `ConfigError` when no port is free."""
 
-    def __init__(self, engine: TransferEngine, host: str, port: int) -> None:
+    def __init__(self, engine: CountedEngine, observer: Observer, host: str, port: int) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine))
-        observer = engine.observer
         pages: Mapping[str, Callable[[], _Page]] = MappingProxyType(
             {
                 "/healthz": lambda: _verdict(health := observer.health(), health.live),
