@@ -207,6 +207,42 @@ static void test_changed_keys(void)
     both_close(&both);
 }
 
+/* A peer that asks for more than it was given: beyond a region's end, or to write where it may
+ * only read.  It is the owner who refuses. */
+static void test_peers_that_ask_for_more(void)
+{
+    ekv_error error = {.struct_size = sizeof error};
+    uint64_t length = 64, end, other;
+    ekv_region_id region;
+    ekv_memory memory;
+    struct both both;
+    struct card card;
+
+    both_open(&both, -1, 0, false);
+    end = both.right.address + BYTES - 10; /* the device's memory itself goes on behind it */
+    CHECK_OK(ekv_peer_region_add(both.left.engine, both.peer, both.right.card.region,
+                                 both.right.card.address, BYTES + 4096, both.right.card.keys,
+                                 both.right.card.key_count, &error));
+    for (uint32_t operation = EKV_WRITE; operation <= EKV_READ; operation++)
+        CHECK_INT(move(&both, operation, &both.left.address, &end, &length, 1, 10).status,
+                  EKV_EACCESS);
+    length = 10;
+    CHECK_INT(move(&both, EKV_WRITE, &both.left.address, &end, &length, 1, 10).status, EKV_OK);
+
+    other = gpu_allocate(0, BYTES);
+    memory = gpu_memory(other, BYTES, 0);
+    memory.access = EKV_ACCESS_REMOTE_READ;
+    CHECK_OK(ekv_region_add(both.right.engine, &memory, &region, &error));
+    pair_card(both.right.engine, RIGHT, region, (void *)(uintptr_t)other, BYTES, &card);
+    CHECK_OK(ekv_peer_region_add(both.left.engine, both.peer, card.region, card.address, BYTES,
+                                 card.keys, card.key_count, &error));
+    CHECK_INT(move(&both, EKV_WRITE, &both.left.address, &other, &length, 1, 10).status,
+              EKV_EACCESS);
+    CHECK_INT(move(&both, EKV_READ, &both.left.address, &other, &length, 1, 10).status, EKV_OK);
+    both_close(&both);
+    CHECK_INT(gpu.release(other), 0);
+}
+
 static void test_copies_that_fail(void)
 {
     struct both both;
@@ -366,6 +402,7 @@ int main(int count, char **arguments)
         RUN(test_every_kind);
         RUN(test_scattered);
         RUN(test_changed_keys);
+        RUN(test_peers_that_ask_for_more);
         RUN(test_copies_that_fail);
         RUN(test_no_answer);
         RUN(test_both_ways);
