@@ -42,7 +42,17 @@ Read: Final = TransferOpcode.Read
 Write: Final = TransferOpcode.Write
 
 
+#: What Mooncake's module has besides, and why it is not here.
+_LEFT_OUT: Final = {
+    "SharedSegment": "segments that Mooncake's metadata server shares; register memory",
+    "create_rpc_client": "Mooncake's own RPC, which moves no cache; use any other one",
+    "create_rpc_server": "Mooncake's own RPC, which moves no cache; use any other one",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name == "TransferEngine":
         return importlib.import_module("efa_kv.mooncake.engine").TransferEngine
+    if name in _LEFT_OUT:
+        raise AttributeError(f"efa-kv has no {name}: {_LEFT_OUT[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -64,8 +64,11 @@ def test_what_is_left_out_says_why() -> None:
     for name in ("get_engine", "get_engine_ptr"):
         with pytest.raises(NotImplementedError, match="Mooncake itself"):
             getattr(TransferEngine(), name)()
-    with pytest.raises(AttributeError):
-        _ = mooncake.SharedSegment
+    for name in ("SharedSegment", "create_rpc_client", "create_rpc_server"):
+        with pytest.raises(AttributeError, match=f"efa-kv has no {name}: .*; "):
+            getattr(mooncake, name)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = mooncake.nonsense
 
 
 def test_importing_it_loads_no_core() -> None:
