@@ -60,6 +60,16 @@ def test_an_abort_between_two_chunks(rig: Any, shape_of: Any) -> None:
     complete(rig, 1)
 
 
+def test_an_abort_when_everything_has_been_sent(rig: Any, shape_of: Any) -> None:
+    rig.build(shape_of())
+    handoff = rig.begin(TARGET, 0)
+    handoff.wait_for_metadata()
+    handoff.send(SOURCE)
+    handoff.receivers[0].abort()
+    assert handoff.receivers[0].poll() == KVPoll.Failed
+    complete(rig, 1)
+
+
 def test_a_failed_engine_is_shunned_until_a_probe_reaches_it(
     rig: Any, shape_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
