@@ -89,6 +89,7 @@ class EngineProcess:
             tokens=[list(sample.token_ids) for sample in output.outputs],
             reasons=[sample.finish_reason for sample in output.outputs],
             params=output.kv_transfer_params,
+            cached=output.num_cached_tokens,
         )
 
     def _obey(self, command: dict[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 What arrives is compared block by block with what was held. Tokens are compared as well
 where that is exact: for prompts of whole blocks and one token the producer, asked without
-any transfer, computes from the same cached blocks what the consumer computes. For others
-it computes more of the prompt anew, in a batch of another shape, and a last bit may differ.
+any transfer, computes from its cached blocks what the consumer computes. Elsewhere it
+computes more of the prompt anew, in a batch of another shape, and a last bit may differ;
+so it does for latent attention on processors without matrix tiles, where vLLM caches no
+prefixes, and where its kernels for prompts and for single tokens round differently.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import pytest
 from demo_common.model import REPOSITORY, Model
 from demo_common.processes import ReservedPorts
-from vllm_demo.model import VLLM_BIN, make_model
+from vllm_demo.model import VLLM_BIN, caches_prefixes, make_model
 from vllm_demo.servers import kv_transfer_config, pinned_processors, server_environment
 
 SCRIPT = Path(__file__).resolve().with_name("engine_process.py")
@@ -216,8 +218,10 @@ class Pair:
         received = self.d.kv(decoding)
         assert received == held[len(held) - len(received) :]
         if len(prompt) % self.model.block_tokens == 1 and len(received) == len(held):
-            expected = tokens(self.p.run(prompt, max_tokens=len(answer["tokens"][0])))
-            assert answer["tokens"] == [expected] * len(answer["tokens"])
+            alone = self.p.run(prompt, max_tokens=len(answer["tokens"][0]))
+            if caches_prefixes(self.model.kind):
+                assert alone["cached"] == len(prompt) - 1
+                assert answer["tokens"] == [tokens(alone)] * len(answer["tokens"])
         return answer
 
     def forget(self) -> None:
@@ -508,8 +512,10 @@ def test_latent_attention() -> None:
         for length in (5, 32, 33, 321):
             prompt = make_prompt(length)
             before = pair.d.counts()["received_bytes"]
-            pair.decode(prompt, pair.prefill(prompt))
+            first = pair.decode(prompt, pair.prefill(prompt))
             assert pair.d.counts()["received_bytes"] - before == pair.kv_bytes(length)
+            pair.forget()
+            assert pair.decode(prompt, pair.prefill(prompt))["tokens"] == first["tokens"]
 
 
 def test_servers_of_different_models_refuse_each_other() -> None:
