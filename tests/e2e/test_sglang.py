@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from demo_common.processes import ReservedPorts, wait_until
-from demo_common.traffic import ALPHABET, Prompt
+from demo_common.servers import wait_until_ready
+from demo_common.traffic import ALPHABET, Prompt, RequestError
 from runs import demo_report
 from sglang_demo.model import make_model
 from sglang_demo.servers import Pair, SglangServer
@@ -88,6 +89,33 @@ def test_the_engine_that_moved_it_was_ours(pair: Pair) -> None:
     for server in (pair.prefill, pair.decode):
         log = "\n".join(server.log_lines())
         assert "SGLang's mooncake backend runs on efa-kv, session 127.0.0.1:" in log
+
+
+def answers(pair: Pair, prompts: list[Prompt]) -> list[str] | None:
+    """What the pair says, or None while a request still fails."""
+    try:
+        return [generate(pair.router, prompt).text for prompt in prompts]
+    except (OSError, http.client.HTTPException, RequestError, ValueError, KeyError):
+        return None
+
+
+def test_a_server_that_was_killed_serves_again_on_its_port(pair: Pair) -> None:
+    prompts = some_prompts(2, shared=30)
+    expected = answers(pair, prompts)
+    assert expected is not None
+    for server in (pair.decode, pair.prefill):
+        server.kill()
+        if server is pair.prefill:
+            # SGLang's decode keeps the ports of a prefill server until two of its own
+            # heartbeats are missed, so one that is back sooner would be asked in vain.
+            assert wait_until(
+                lambda: "Lost connection with prefill" in pair.decode.log.read_text(), 60
+            )
+        server.start()
+        wait_until_ready([server])
+        assert wait_until(pair.router.ready, START_TIMEOUT_S)
+        # The other side shuns the former engine of that address until it is asked again.
+        assert wait_until(lambda: answers(pair, prompts) == expected, 90)
 
 
 def test_without_the_plugin_the_same_command_does_not_start(tmp_path: Path) -> None:
